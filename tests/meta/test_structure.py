@@ -1,0 +1,87 @@
+"""The shape of the tree, held by tests: arrows, the four sets of losses, file lengths, lint and types."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = [*(ROOT / "impl").rglob("*.py"), *(ROOT / "reference").rglob("*.py")]
+
+
+def run_tool(*arguments: str) -> None:
+    """A developer tool installed beside this interpreter, on the two source roots; its words are the failure."""
+    tool = Path(sys.executable).parent / arguments[0]
+    path = os.pathsep.join(str(ROOT / root) for root in ("impl", "reference"))
+    done = subprocess.run(
+        [str(tool), *arguments[1:]],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
+
+
+def test_imports_run_one_way() -> None:
+    run_tool("lint-imports", "--no-cache")
+
+
+def test_lint() -> None:
+    run_tool("ruff", "check", "--no-cache", ".")
+
+
+def test_format() -> None:
+    run_tool("ruff", "format", "--no-cache", "--check", ".")
+
+
+def test_types() -> None:
+    run_tool("basedpyright", "--level", "error")
+
+
+def loss_modules(folder: Path, prefix: str = "") -> set[str]:
+    names = {path.stem.removeprefix(prefix) for path in folder.glob(f"{prefix}*.py")}
+    return {name for name in names if not name.startswith("_") and name != "conftest"}
+
+
+def test_a_loss_is_one_entry_one_reference_one_implementation_one_parity_file() -> None:
+    spec = set(json.loads((ROOT / "spec/losses.json").read_text())["losses"])
+    reference = loss_modules(ROOT / "reference/paritygate_reference") - {"decision"}  # statistics, not a loss
+    assert reference == spec
+    assert loss_modules(ROOT / "impl/paritygate/losses") == spec
+    assert loss_modules(ROOT / "tests/parity", "test_") == spec
+
+
+@pytest.mark.parametrize("path", SOURCE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_file_holds_one_idea(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines <= 450, f"{lines} lines: which idea can leave it?"
+
+
+@pytest.mark.parametrize("name", ["run.py", "verify.py"])
+def test_a_command_only_parses_calls_and_maps_errors(name: str) -> None:
+    assert (ROOT / "impl" / name).read_text().count("\n") <= 80
+
+
+def test_public_functions_say_what_they_are() -> None:
+    silent = []
+    for path in SOURCE:
+        for node in ast.parse(path.read_text()).body:
+            public = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if public and not node.name.startswith("_") and ast.get_docstring(node) is None:
+                silent.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not silent, "public names without a docstring: " + ", ".join(silent)
+
+
+def test_both_commands_of_the_readme_exist() -> None:
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    for command in ("run", "test"):
+        assert f"make {command}" in readme
+        assert f"\n{command}: " in makefile
+    assert "make test" in (ROOT / ".ci/run").read_text()
