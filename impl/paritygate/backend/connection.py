@@ -1,0 +1,197 @@
+"""Where to connect: a service that is named, or the embedded server, started here and owned."""
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from paritygate.backend.embedded import EmbeddedServer
+from paritygate.backend.guard import Guard, probe
+from paritygate.backend.sampler import Sampler
+from paritygate.backend.trainer import Trainer, no_retries
+from paritygate.errors import BackendError, BadInputError
+
+if TYPE_CHECKING:
+    import tinker
+
+T = TypeVar("T")
+
+
+class Backend:
+    """An open session at a Tinker-compatible service; made by `connect`.
+
+    endpoint: its address. embedded: whether it is our own server. models: the names that it reports.
+    context_lengths: the context in tokens of each model for which the service reports one.
+    """
+
+    def __init__(
+        self,
+        service: "tinker.ServiceClient",
+        guard: Guard,
+        capabilities: list[tuple[str, int | None]],
+        *,
+        embedded: bool,
+    ) -> None:
+        self.endpoint = guard.base_url
+        self.embedded = embedded
+        self.models: tuple[str, ...] = tuple(name for name, _ in capabilities)
+        self.context_lengths: dict[str, int] = {name: length for name, length in capabilities if length}
+        self._service = service
+        self._guard = guard
+        self._local = urlsplit(guard.base_url).hostname in ("127.0.0.1", "localhost", "::1")
+        self._tokenizers: dict[str, Any] = {}
+
+    async def training(self, base_model: str, rank: int = 32, seed: int = 0) -> Trainer:
+        """A fresh LoRA adapter on `base_model`, initialised by `seed`; BackendError if it is not served."""
+        self._check_model(base_model)
+        client = await self._guard.once(
+            "Creating a training client",
+            lambda: self._service.create_lora_training_client(base_model, rank=rank, seed=seed),
+        )
+        trainer = Trainer(client, self._guard, self._restored)
+        if self._local:
+            self._tokenizers.setdefault(base_model, trainer.tokenizer)
+        return trainer
+
+    async def restored(self, path: str) -> Trainer:
+        """A trainer that goes on from the state at `path` (what `Trainer.save` returned), optimiser included."""
+        return Trainer(await self._restored(path), self._guard, self._restored)
+
+    async def sampling(self, base_model: str | None = None, model_path: str | None = None) -> Sampler:
+        """A sampler of a base model, or of saved sampler weights at `model_path`; exactly one of the two is given."""
+        if (base_model is None) == (model_path is None):
+            raise BadInputError("A sampler takes a base model or a path of saved weights: one of the two.")
+        if base_model is not None:
+            self._check_model(base_model)
+        client = await self._guard.repeatable(
+            "Creating a sampler",
+            lambda: self._service.create_sampling_client(model_path, base_model, retry_config=no_retries()),
+        )
+        tokenizer = await self._tokenizer(client.get_base_model(), client)
+        return Sampler(client, self._guard, tokenizer, model_path)
+
+    async def _restored(self, path: str) -> "tinker.TrainingClient":
+        return await self._guard.once(
+            "Loading state", lambda: self._service.create_training_client_from_state_with_optimizer(path)
+        )
+
+    async def _tokenizer(self, base_model: str, client: "tinker.SamplingClient") -> Any:
+        if base_model not in self._tokenizers:
+            if not self._local:
+                return await in_daemon_thread(client.get_tokenizer)
+            # The SDK takes a sampler's tokenizer from the public hub by the model's name; a local server's lies in a
+            # folder that only a training client's info names.
+            await self.training(base_model, rank=1)
+        return self._tokenizers[base_model]
+
+    def _check_model(self, base_model: str) -> None:
+        if self.models and base_model not in self.models:
+            raise BackendError(f"{self.endpoint} does not serve {base_model}; it serves {', '.join(self.models)}.")
+
+
+@asynccontextmanager
+async def connect(
+    base_url: str | None = None,
+    api_key: str | None = None,
+    *,
+    embedded_model: str | None = None,
+    state_dir: str | Path | None = None,
+    patience: float = 60.0,
+    limit: float = 1800.0,
+) -> AsyncGenerator[Backend]:
+    """Open a session: at `base_url`, else at TINKER_BASE_URL, else at an embedded server of `embedded_model`.
+
+    The embedded server runs in a child process, keeps its saves in `state_dir` (None: a temporary one), and ends with
+    this context. patience: seconds without health before waiting calls fail. limit: seconds that one call may take.
+    Raises BackendError within 10 s when no service answers at the address, BadInputError when the key is missing.
+    """
+    base_url = base_url or os.environ.get("TINKER_BASE_URL") or None
+    os.environ.setdefault("TINKER_TELEMETRY", "0")
+    server: EmbeddedServer | None = None
+    if base_url is None:
+        server = EmbeddedServer(embedded_model or "smollm2", Path(state_dir) if state_dir is not None else None)
+        await server.start()
+        base_url, api_key = server.base_url, server.api_key
+    try:
+        await probe(base_url)
+        if server is None:
+            api_key = _key(api_key, base_url)
+        guard = Guard(base_url, patience=patience, limit=limit)
+        if server is not None:
+            guard.process_ended = server.ended
+        async with _session(base_url, str(api_key), guard, embedded=server is not None) as backend:
+            yield backend
+    finally:
+        if server is not None:
+            await server.stop()
+
+
+@asynccontextmanager
+async def _session(base_url: str, api_key: str, guard: Guard, *, embedded: bool) -> AsyncGenerator[Backend]:
+    import tinker
+
+    service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
+    status: Literal["success", "errored", "interrupted"] = "success"
+    try:
+        # Building the holder talks to the service and blocks; without a session nothing else works.
+        await guard.once("Opening a session", lambda: in_daemon_thread(lambda: service.holder))
+        rest = tinker.RestClient(service.holder)
+        response = await guard.repeatable("Reading the service's capabilities", rest.get_server_capabilities)
+        models = [(m.model_name, m.max_context_length) for m in response.supported_models if m.model_name]
+        yield Backend(service, guard, models, embedded=embedded)
+    except Exception:
+        status = "errored"
+        raise
+    except BaseException:
+        status = "interrupted"
+        raise
+    finally:
+        await guard.close()
+        await _close(service, status)
+
+
+async def _close(service: "tinker.ServiceClient", status: Literal["success", "errored", "interrupted"]) -> None:
+    try:
+        async with asyncio.timeout(10):
+            await service.close(status)
+    except Exception:
+        # A service that is gone cannot be told that the session is over; its connections are dropped with the process.
+        return
+
+
+def _key(api_key: str | None, base_url: str) -> str:
+    key = api_key or os.environ.get("TINKER_API_KEY")
+    if not key:
+        raise BadInputError(f"{base_url} needs an API key; set TINKER_API_KEY.")
+    if not key.startswith(("tml-", "eyJ")):
+        raise BadInputError("TINKER_API_KEY must start with tml-.")
+    return key
+
+
+async def in_daemon_thread(function: Callable[[], T]) -> T:
+    """Run a blocking call in a thread that cannot keep the process alive, as the default executor's threads do."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # pyright: ignore[reportArgumentType]
+
+    def body() -> None:
+        try:
+            result, error = function(), None
+        except BaseException as caught:
+            result, error = None, caught
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=body, daemon=True).start()
+    return await future

@@ -1,0 +1,122 @@
+"""The embedded server as a child process: started, read, and stopped by its own process id."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+from paritygate.errors import BackendError
+
+SOURCE_ROOT = Path(__file__).resolve().parents[2]
+# Building the real small model takes a minute of one core, once; a busy machine takes several.
+START_SECONDS = 600.0
+
+
+class EmbeddedServer:
+    """One `python -m paritygate.backend.embedded` child; `base_url`, `api_key` and `model` are known once it runs."""
+
+    def __init__(self, model: str, state_dir: Path | None = None) -> None:
+        self.base_url = ""
+        self.api_key = "tml-" + secrets.token_hex(16)
+        self.model = model
+        self._own_dir = tempfile.TemporaryDirectory(prefix="paritygate-") if state_dir is None else None
+        self._dir = Path(self._own_dir.name) if self._own_dir is not None else Path(str(state_dir))
+        self._process: subprocess.Popen[str] | None = None
+        self._log: IO[str] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, None before the start."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Start the child and wait for its one JSON line; raises BackendError with the end of its log when it dies."""
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._log = (self._dir / "server.log").open("a", encoding="utf-8")
+        paths = [str(SOURCE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        arguments = ["--model", self.model, "--port", "0", "--api-key", self.api_key, "--state", str(self._dir)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "paritygate.backend.embedded", str(os.getpid()), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the child in order
+        )
+        announced = await self._announcement()
+        self.base_url, self.model = str(announced["base_url"]), str(announced["model"])
+
+    def ended(self) -> str | None:
+        """Why the child is gone, with the last lines of its log, or None while it runs."""
+        code = self._process.poll() if self._process else None
+        if code is None:
+            return None
+        log = self._dir / "server.log"
+        tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:] if log.exists() else []
+        return f"The embedded server's process ended with code {code}: {' | '.join(tail)[-600:] or 'no log'}"
+
+    async def stop(self) -> None:
+        """End the child: asked first, killed after five seconds; then remove the state directory if it is ours."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            until = time.monotonic() + 5
+            while self._process.poll() is None and time.monotonic() < until:
+                await asyncio.sleep(0.02)
+            if self._process.poll() is None:
+                self._process.kill()
+            self._process.wait()
+        if self._process is not None and self._process.stdout is not None:
+            self._process.stdout.close()
+        if self._log is not None:
+            self._log.close()
+        if self._own_dir is not None:
+            with contextlib.suppress(OSError):
+                self._own_dir.cleanup()
+
+    async def _announcement(self) -> dict[str, object]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        reading = asyncio.ensure_future(asyncio.to_thread(self._process.stdout.readline))
+        done, _ = await asyncio.wait({reading}, timeout=START_SECONDS)
+        line = reading.result() if done else ""
+        try:
+            announced: dict[str, object] = json.loads(line)
+            if {"base_url", "model"} <= announced.keys():
+                return announced
+        except (json.JSONDecodeError, AttributeError):
+            pass
+        if not line:
+            self._process.wait(timeout=5) if done else self._process.kill()
+        reason = self.ended() or f"it said {line.strip()[:200]!r} where its address was expected"
+        await self.stop()
+        await asyncio.gather(reading, return_exceptions=True)
+        raise BackendError(f"The embedded server with model {self.model!r} did not start: {reason}")
+
+
+def main() -> None:
+    """The child's entry: run the server, and end it when the process that started it is gone."""
+    import runpy
+    import threading
+
+    parent = int(sys.argv.pop(1))
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(0)
+
+    threading.Thread(target=follow, daemon=True).start()
+    sys.argv[0] = "paritygate.server"
+    runpy.run_module("paritygate.server", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

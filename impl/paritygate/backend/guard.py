@@ -1,0 +1,158 @@
+"""When to retry and when to give up: the SDK alone blocks for minutes, without a word, on a service that is gone."""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import httpx
+
+from paritygate.errors import BackendError, BadInputError
+
+T = TypeVar("T")
+
+RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
+PROBE_SECONDS = 4.0
+
+
+class ServiceDown(BackendError):  # noqa: N818 - the state of the service, as in "refused"
+    """The service itself is gone (no health, or its process ended), not one request that it refused."""
+
+
+async def probe(base_url: str, *, tries: int = 2, seconds: float = PROBE_SECONDS) -> None:
+    """Ask GET /api/v1/healthz; raises ServiceDown naming the address within tries * (seconds + 0.5) seconds."""
+    url = f"{base_url.rstrip('/')}/api/v1/healthz"
+    reason = ""
+    async with httpx.AsyncClient(timeout=seconds) as client:
+        for attempt in range(tries):
+            try:
+                # The client's own time-out restarts with every byte; this one is for the whole answer.
+                async with asyncio.timeout(seconds):
+                    response = await client.get(url)
+            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+                reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            else:
+                if response.status_code == 200:
+                    return
+                reason = f"HTTP status {response.status_code}"
+            if attempt + 1 < tries:
+                await asyncio.sleep(0.5)
+    raise ServiceDown(f"No healthy Tinker service at {base_url} ({reason}); start one, or correct TINKER_BASE_URL.")
+
+
+@dataclass
+class Guard:
+    """Runs the SDK's calls: bounded retries where repeating is safe, and one watch over the service's health for all.
+
+    patience: seconds without health before every waiting call fails. limit: seconds that one call may take in all.
+    process_ended: says why the embedded server's process is gone, or None while it runs.
+    """
+
+    base_url: str
+    patience: float = 60.0
+    limit: float = 1800.0
+    tries: int = 4
+    interval: float = 5.0
+    process_ended: Callable[[], str | None] = field(default=lambda: None)
+    _waiting: int = 0
+    _down: "asyncio.Future[None] | None" = None
+    _watcher: "asyncio.Task[None] | None" = None
+
+    async def once(self, what: str, submit: Callable[[], Awaitable[T]]) -> T:
+        """Await one SDK call that must not be repeated (a training step); raises BackendError naming `what`."""
+        try:
+            return await self._watched(what, submit)
+        except (BackendError, BadInputError):
+            raise
+        except Exception as error:
+            raise self._failed(what, error) from error
+
+    async def repeatable(self, what: str, submit: Callable[[], Awaitable[T]]) -> T:
+        """Await an SDK call without effects; 408, 429, 5xx and resets are retried with pauses, then BackendError."""
+        started = time.monotonic()
+        for attempt in range(self.tries):
+            try:
+                return await self._watched(what, submit)
+            except (BackendError, BadInputError):
+                raise
+            except Exception as error:
+                # The SDK has retried for up to five minutes by itself; no second round of that.
+                spent = time.monotonic() - started > self.patience
+                if attempt + 1 == self.tries or spent or not is_transient(error):
+                    raise self._failed(what, error) from error
+                await asyncio.sleep(min(0.25 * 2**attempt, 8.0) * (1 + random.random() / 4))
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    async def close(self) -> None:
+        """Stop watching; calls still waiting are the caller's to cancel."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+            self._watcher = None
+
+    async def _watched(self, what: str, submit: Callable[[], Awaitable[T]]) -> T:
+        down = self._start_watching()
+        call = asyncio.ensure_future(_awaited(submit))
+        try:
+            await asyncio.wait({call, down}, timeout=self.limit, return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                return call.result()
+            if down.done():
+                down.result()
+            raise BackendError(f"{what}: {self.base_url} did not answer within {self.limit:.0f} s.")
+        finally:
+            self._waiting -= 1
+            if not call.done():
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+
+    def _start_watching(self) -> "asyncio.Future[None]":
+        self._waiting += 1
+        if self._down is None or self._down.done():
+            self._down = asyncio.get_running_loop().create_future()
+            # Every waiting call reads it; without one, an unread exception must not be reported at exit.
+            self._down.add_done_callback(lambda future: future.exception())
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.ensure_future(self._watch(self._down))
+        return self._down
+
+    async def _watch(self, down: "asyncio.Future[None]") -> None:
+        healthy = time.monotonic()
+        next_probe = healthy + self.interval
+        while self._waiting:
+            await asyncio.sleep(0.2)
+            ended = self.process_ended()
+            if ended is not None:
+                down.set_exception(ServiceDown(ended))
+                return
+            if time.monotonic() < next_probe:
+                continue
+            try:
+                await probe(self.base_url, tries=1)
+                healthy = time.monotonic()
+            except ServiceDown as error:
+                if time.monotonic() - healthy > self.patience:
+                    down.set_exception(error)
+                    return
+            next_probe = time.monotonic() + self.interval
+
+    def _failed(self, what: str, error: Exception) -> BackendError:
+        text = " ".join(str(error).split()) or type(error).__name__
+        return BackendError(f"{what} failed at {self.base_url}: {text[:500]}")
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether asking again can help: time-outs, resets, 408, 409, 425, 429, 5xx, failures that are not the user's."""
+    import tinker
+
+    if isinstance(error, tinker.APIStatusError):
+        return error.status_code in RETRYABLE_STATUS or error.status_code >= 500
+    if isinstance(error, tinker.RequestFailedError):
+        return error.category != "user"
+    return isinstance(error, tinker.APIConnectionError | httpx.TransportError | TimeoutError | ConnectionError)
+
+
+async def _awaited(submit: Callable[[], Awaitable[T]]) -> T:
+    return await submit()

@@ -1,0 +1,99 @@
+"""Sampling and scoring with one fixed set of weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from paritygate.backend.guard import Guard
+from paritygate.errors import BackendError
+
+if TYPE_CHECKING:
+    import tinker
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled continuation: token ids, their logprobs in nats, and whether a stop token or the limit ended it."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: Literal["stop", "length"]
+
+
+class Sampler:
+    """Samples from, and scores with, weights that do not move; `path` names the snapshot, None for a base model."""
+
+    def __init__(self, client: "tinker.SamplingClient", guard: Guard, tokenizer: Any, path: str | None) -> None:
+        self.path = path
+        self.tokenizer = tokenizer
+        self.base_model: str = client.get_base_model()
+        self._client = client
+        self._guard = guard
+
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None = None,
+        stop: Sequence[int] = (),
+        num_samples: int = 1,
+        top_p: float = 1.0,
+    ) -> list[Sample]:
+        """Continue `tokens` num_samples times; an empty `stop` keeps the model's end token, temperature 0 is greedy.
+
+        The stop token, when one ends a sample, is its last token. Raises BackendError after retries, and when the
+        service returns another number of samples or of logprobs than it should.
+        """
+        import tinker
+
+        params = tinker.SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop=list(stop) if stop else None,
+            top_p=top_p,
+        )
+        prompt = tinker.ModelInput.from_ints(list(tokens))
+        response = await self._guard.repeatable("Sampling", lambda: self._client.sample(prompt, num_samples, params))
+        if len(response.sequences) != num_samples:
+            raise BackendError(f"Sampling returned {len(response.sequences)} samples, not {num_samples}.")
+        return [_sample(sequence) for sequence in response.sequences]
+
+    async def score(self, tokens: Sequence[int]) -> list[float | None]:
+        """The log-probability in nats of each token given those before it: length L, None first.
+
+        Raises BackendError after retries, and when the service returns another length or no number past position 0.
+        """
+        import tinker
+
+        prompt = tinker.ModelInput.from_ints(list(tokens))
+        logprobs = await self._guard.repeatable("Scoring", lambda: self._client.compute_logprobs(prompt))
+        if len(logprobs) != len(tokens):
+            raise BackendError(f"Scoring returned {len(logprobs)} logprobs for {len(tokens)} tokens.")
+        if logprobs and logprobs[0] is not None:
+            raise BackendError("Scoring returned a logprob for token 0, which nothing predicts: the list is shifted.")
+        if None in logprobs[1:]:
+            raise BackendError(f"Scoring returned no logprob for token {logprobs.index(None, 1)}.")
+        return logprobs
+
+    async def topk(self, tokens: Sequence[int], k: int) -> list[list[tuple[int, float]] | None]:
+        """The k likeliest (token id, logprob in nats) at each position given those before it: length L, None first."""
+        import tinker
+
+        prompt, params = tinker.ModelInput.from_ints(list(tokens)), tinker.SamplingParams(max_tokens=1)
+        response = await self._guard.repeatable(
+            "Top-k scoring", lambda: self._client.sample(prompt, 1, params, True, topk_prompt_logprobs=k)
+        )
+        rows = response.topk_prompt_logprobs
+        if rows is None or len(rows) != len(tokens):
+            raise BackendError(f"Top-k scoring returned {len(rows or [])} rows for {len(tokens)} tokens.")
+        return rows
+
+
+def _sample(sequence: "tinker.SampledSequence") -> Sample:
+    tokens, logprobs = tuple(sequence.tokens), tuple(sequence.logprobs or ())
+    if len(tokens) != len(logprobs):
+        raise BackendError(f"Sampling returned {len(logprobs)} logprobs for {len(tokens)} tokens.")
+    return Sample(tokens, logprobs, "length" if sequence.stop_reason == "length" else "stop")
