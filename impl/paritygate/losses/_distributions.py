@@ -1,0 +1,36 @@
+"""Divergences between rows of log-probabilities, in float64, exact where entries are -inf or nearly equal."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 21  # entries of a (rows, V) block held in float64 at once: 16 MiB
+
+
+def chunk_rows(logits: Tensor) -> Iterator[tuple[int, int]]:
+    """Bounds of successive blocks of rows of (N, V) logits, at least one row each."""
+    rows = max(1, CHUNK // max(1, logits.shape[1]))
+    for start in range(0, logits.shape[0], rows):
+        yield start, min(start + rows, logits.shape[0])
+
+
+def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """KL(a || b) of rows (..., V) with equal sums, in nats (...,); 0 log 0 is 0, a > 0 against b = 0 is +inf.
+
+    Summed as `a log(a/b) - a + b`, whose terms are not negative, so that nearly equal rows keep their digits.
+    """
+    a, b, d = log_a.exp(), log_b.exp(), log_a - log_b
+    # exp(-d) - 1 + d by its series below 0.02, where the plain form would cancel
+    series = d * d / 2 * (1 - d / 3 * (1 - d / 4 * (1 - d / 5 * (1 - d / 6 * (1 - d / 7)))))
+    terms = torch.where(d.abs() < 0.02, a * series, a * d - a + b)
+    return torch.where(a == 0, b, terms).sum(-1)
+
+
+def log_mixture(log_p: Tensor, log_q: Tensor, mixture: float) -> Tensor:
+    """log((1-a) p + a q) elementwise, written from the larger of the two so that nearly equal rows keep their digits."""
+    larger = log_p >= log_q
+    gap = torch.where(larger, log_q - log_p, log_p - log_q)
+    gap = torch.where(log_p == log_q, 0.0, gap)  # -inf - -inf
+    weight = torch.where(larger, mixture, 1.0 - mixture)
+    return torch.where(larger, log_p, log_q) + torch.log1p(weight * torch.expm1(gap))

@@ -1,0 +1,46 @@
+"""Row-wise quantities of SPOD in float64, a few rows at a time: what any faster kernel has to agree with."""
+
+import torch
+from torch import Tensor
+
+from ._distributions import chunk_rows, kl_divergence
+
+
+def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(q || p), log p(action) and log q(action) of each row, three (N,) float64; (N, V), (N, V), (N,) int64."""
+    results = []
+    for start, stop in chunk_rows(student):
+        log_p = student[start:stop].double().log_softmax(-1)
+        log_q = teacher[start:stop].double().log_softmax(-1)
+        picked = actions[start:stop, None]
+        results.append((kl_divergence(log_q, log_p), log_p.gather(1, picked)[:, 0], log_q.gather(1, picked)[:, 0]))
+    kl, student_logprob, teacher_logprob = (torch.cat(column) for column in zip(*results, strict=True))
+    return kl, student_logprob, teacher_logprob
+
+
+def gradient(student: Tensor, teacher: Tensor, actions: Tensor, kl_weight: Tensor, floor_weight: Tensor) -> Tensor:
+    """`kl_weight (p - q) + floor_weight (p - onehot)` of each row, (N, V) in the student's dtype, differentiable."""
+    return torch.cat([
+        _gradient_rows(student[i:j], teacher[i:j], actions[i:j], kl_weight[i:j], floor_weight[i:j])
+        for i, j in chunk_rows(student)
+    ])
+
+
+def gradient_into(
+    out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, kl_weight: Tensor, floor_weight: Tensor
+) -> None:
+    """`gradient` written to `out`, which may be `student`."""
+    for i, j in chunk_rows(student):
+        out[i:j] = _gradient_rows(student[i:j], teacher[i:j], actions[i:j], kl_weight[i:j], floor_weight[i:j])
+
+
+def _gradient_rows(student: Tensor, teacher: Tensor, actions: Tensor, kl_weight: Tensor, floor_weight: Tensor) -> Tensor:
+    p, q = student.double().softmax(-1), teacher.double().softmax(-1)
+    onehot = torch.zeros_like(q).scatter_(1, actions[:, None], 1.0)
+    both = kl_weight[:, None] * (p - q) + floor_weight[:, None] * (p - onehot)
+    return both.to(student.dtype)
+
+
+def sum_by(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of consecutive `lengths` (A,) of `values` (N,), (A,) in the same order every time, on every device."""
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)

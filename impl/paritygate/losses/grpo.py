@@ -1,0 +1,25 @@
+"""Group-mean advantage: a rollout's reward against the mean of its own group, not divided by a deviation."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._checks import refuse_where
+
+
+def group_mean_advantage(rewards: Tensor | Sequence[float]) -> Tensor:
+    """`A_i = r_i - mean(r)` within each group of rewards (..., G), constants in float64 of the same shape and device.
+
+    Centred on the group's first reward before the mean is taken, so that equal rewards give exact zeros.
+    ValueError: an empty group, no group dimension, a reward that is not finite (its position is named).
+    Source: GRPO without the division by the standard deviation (arXiv 2503.20783, section 3).
+    """
+    group = torch.as_tensor(rewards, dtype=torch.float64).detach()
+    if group.ndim == 0:
+        raise ValueError("group_mean_advantage: rewards are a single number; groups of shape (..., G) are expected")
+    if group.shape[-1] == 0:
+        raise ValueError(f"group_mean_advantage: the group is empty: rewards have shape {tuple(group.shape)}")
+    refuse_where(~torch.isfinite(group), group, "group_mean_advantage: the reward")
+    centred = group - group[..., :1]
+    return centred - centred.mean(dim=-1, keepdim=True)
