@@ -1,0 +1,36 @@
+"""Findings in a spec, each with the JSON pointer of the place."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paritygate.errors import BadInputError
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, and where (RFC 6901 JSON pointer; "" is the whole document)."""
+
+    pointer: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.pointer or '(whole file)'}: {self.message}"
+
+
+class SpecError(BadInputError):
+    """A spec that cannot be used (exit 2); `findings` has every reason with its JSON pointer."""
+
+    def __init__(self, path: Path | str, findings: Iterable[Finding]) -> None:
+        self.path = path
+        self.findings = tuple(findings)
+        if len(self.findings) == 1:
+            text = f"{path}: {self.findings[0]}"
+        else:
+            text = "\n  ".join([f"{path}: {len(self.findings)} findings", *map(str, self.findings)])
+        super().__init__(text)
+
+
+def pointer(parts: Sequence[str | int]) -> str:
+    """The JSON pointer of a path of keys and indices."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)

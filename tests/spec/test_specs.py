@@ -1,0 +1,126 @@
+"""The specs that ship: the experiment as it was asked for, pinned, and at the size of a laptop."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paritygate.spec import Experiment, load
+from paritygate.spec.pins import PINS, TAU_BENCH_DATABASE_SHA256
+from paritygate.spec.schema import load_schema, spec_folder
+
+SPECS = spec_folder()
+AS_ASKED = Path(__file__).with_name("sdpo_as_asked.json")
+
+
+def differences(one: object, other: object, place: str = "") -> set[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = one.keys() | other.keys()
+        return {found for key in keys for found in differences(one.get(key), other.get(key), f"{place}/{key}")}
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return {found for index, (a, b) in pairs for found in differences(a, b, f"{place}/{index}")}
+    return set() if one == other and type(one) is type(other) else {place}
+
+
+def experiment(path: Path) -> Experiment:
+    spec = load(path)
+    assert isinstance(spec, Experiment)
+    return spec
+
+
+def test_the_experiment_as_asked_is_accepted_and_unresolved():
+    spec = experiment(AS_ASKED)
+    assert set(spec.unresolved) == {
+        "/dataset/name",
+        *(f"/correctness_preflight/paths/{i}/{k}_revision" for i in (0, 1) for k in ("baseline", "reference")),
+    }
+
+
+def test_the_pinned_experiment_differs_from_the_one_asked_for_in_its_revisions_only():
+    pinned = SPECS / "sdpo.json"
+    asked_for = json.loads(AS_ASKED.read_text("utf-8"))
+    assert differences(asked_for, json.loads(pinned.read_text("utf-8"))) == set(experiment(AS_ASKED).unresolved)
+    assert experiment(pinned).unresolved == ()
+
+
+def test_the_dataset_says_the_same_but_for_its_commit():
+    asked_for, pinned = experiment(AS_ASKED).dataset.name, experiment(SPECS / "sdpo.json").dataset.name
+    assert pinned.replace(f"@{PINS['tau-bench'].revision};", ", pinned commit;") == asked_for
+
+
+def test_what_the_prose_says_is_written_out_in_the_frozen_spec():
+    frozen = experiment(AS_ASKED).frozen
+    prose = json.loads(AS_ASKED.read_text("utf-8"))
+    assert frozen["protocol"]["rollout"] == {
+        "tasks_per_step": 4,
+        "rollouts_per_task": 4,
+        "max_turns": 12,
+        "max_tokens_per_turn": 512,
+        "temperature": 1.0,
+    }
+    for said in ("Max 12 agent turns per episode, 512 tokens per turn, temperature 1.0", "clipped to [-5,5]", ">= 0.8"):
+        assert said in prose["method"]
+    assert frozen["protocol"]["advantage"]["clip"] == 5.0
+    assert frozen["protocol"]["advantage"]["sibling_threshold"] == 0.8
+    for served in ("user", "judge"):
+        assert f"served {frozen['protocol'][served]['model']}" in prose["method"]
+    assert [arm["kind"] for arm in frozen["arms"]] == ["grpo", "sdpo_token"]
+    assert frozen["protocol"]["comparison"] == {"treatment": "sdpo_token", "baseline": "grpo"}
+    assert frozen["feasibility"] is None
+
+
+def test_the_training_tasks_are_the_first_80_of_the_seeded_shuffle():
+    chosen = experiment(AS_ASKED).protocol.train.indices(500)
+    assert len(chosen) == 80
+    assert chosen[:8] == (419, 459, 130, 431, 370, 26, 201, 56)  # random.Random(0).shuffle(list(range(500)))
+    assert {24, 27, 431} <= set(chosen)  # gold-failing tasks: flagged, not dropped
+
+
+def test_the_local_experiment_is_the_same_protocol_on_disjoint_tasks():
+    spec = experiment(SPECS / "sdpo-local.json")
+    warm = spec.protocol.warm_start
+    assert warm is not None
+    parts = [warm.tasks, spec.protocol.train, spec.protocol.evaluation]
+    assert [part.split for part in parts] == ["train"] * 3
+    chosen = [set(part.indices(500)) for part in parts]
+    assert sum(map(len, chosen)) == len(set.union(*chosen)) == 128 + 16 + spec.eval.n_examples
+    assert all(part.why for part in parts)
+    full = experiment(SPECS / "sdpo.json")
+    assert spec.adam == full.adam
+    assert spec.decision_rule.criteria == full.decision_rule.criteria
+    assert spec.correctness_preflight == full.correctness_preflight
+    gates = [(check.metric, check.min, check.max) for check in spec.activation_gate.checks]
+    assert gates == [(check.metric, check.min, check.max) for check in full.activation_gate.checks]
+
+
+@pytest.mark.parametrize("name", ["experiment", "synthetic"])
+def test_every_object_of_every_schema_is_closed(name: str):
+    from jsonschema import Draft202012Validator
+
+    schema = load_schema(name)
+    Draft202012Validator.check_schema(schema)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+    def visit(node: object, place: str) -> None:
+        if isinstance(node, dict):
+            if node.get("type") in ("object", ["object", "null"]):
+                assert node["additionalProperties"] is False, place
+            for key, child in node.items():
+                visit(child, f"{place}/{key}")
+        elif isinstance(node, list):
+            for index, child in enumerate(node):
+                visit(child, f"{place}/{index}")
+
+    visit(schema, "")
+
+
+def test_pinned_digests_stand_in_one_table_only():
+    root = SPECS.parent
+    digests = {pin.sha256 or pin.revision for pin in PINS.values()} | {TAU_BENCH_DATABASE_SHA256}
+    holders = {
+        str(path.relative_to(root))
+        for path in (root / "impl").rglob("*.py")
+        if any(digest in path.read_text("utf-8") for digest in digests)
+    }
+    assert holders == {"impl/paritygate/spec/pins.py"}
