@@ -57,9 +57,10 @@ class Backend:
             self._tokenizers.setdefault(base_model, trainer.tokenizer)
         return trainer
 
-    async def restored(self, path: str) -> Trainer:
-        """A trainer that goes on from the state at `path` (what `Trainer.save` returned), optimiser included."""
-        return Trainer(await self._restored(path), self._guard, self._restored)
+    async def restored(self, path: str, *, optimizer: bool = True) -> Trainer:
+        """A trainer that goes on from the state at `path` (what `Trainer.save` returned); without `optimizer`, Adam is fresh."""
+        client = await self._restored(path) if optimizer else await self._loaded(path)
+        return Trainer(client, self._guard, self._restored)
 
     async def sampling(self, base_model: str | None = None, model_path: str | None = None) -> Sampler:
         """A sampler of a base model, or of saved sampler weights at `model_path`; exactly one of the two is given."""
@@ -78,6 +79,9 @@ class Backend:
         return await self._guard.once(
             "Loading state", lambda: self._service.create_training_client_from_state_with_optimizer(path)
         )
+
+    async def _loaded(self, path: str) -> "tinker.TrainingClient":
+        return await self._guard.once("Loading weights", lambda: self._service.create_training_client_from_state(path))
 
     async def _tokenizer(self, base_model: str, client: "tinker.SamplingClient") -> Any:
         if base_model not in self._tokenizers:
