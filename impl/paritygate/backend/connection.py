@@ -58,7 +58,7 @@ class Backend:
         return trainer
 
     async def restored(self, path: str, *, optimizer: bool = True) -> Trainer:
-        """A trainer that goes on from the state at `path` (what `Trainer.save` returned); without `optimizer`, Adam is fresh."""
+        """A trainer that goes on from the state at `path` (of `Trainer.save`); without `optimizer`, Adam is fresh."""
         client = await self._restored(path) if optimizer else await self._loaded(path)
         return Trainer(client, self._guard, self._restored)
 
