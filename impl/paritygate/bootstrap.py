@@ -1,0 +1,74 @@
+"""The first thing a command imports: our own code is compiled from its source files, and from this checkout only."""
+
+import hashlib
+import os
+import sys
+from importlib.machinery import FileFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType
+
+from paritygate.errors import Refused
+
+LOADED: dict[str, str] = {}
+"""Absolute path -> sha256 of the source bytes that were compiled, for every module of ours since `bootstrap`."""
+
+
+class SourceOnly(SourceFileLoader):
+    """Compiles a module from its source: a cached `.pyc`, whatever its header says, is never read or written."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Code of `fullname`, compiled from bytes whose digest is kept in LOADED."""
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        LOADED[os.path.realpath(path)] = hashlib.sha256(source).hexdigest()
+        return compile(source, path, "exec", dont_inherit=True)
+
+
+def read_sources_only(*folders: Path) -> None:
+    """Make imports from `folders` (and below) use SourceOnly; bytecode-only modules there do not exist any more."""
+    roots = tuple(f"{folder.resolve()}{os.sep}" for folder in folders)
+    hook = FileFinder.path_hook((SourceOnly, [".py"]))
+
+    def ours(path: str) -> FileFinder:
+        if not (os.path.realpath(path) + os.sep).startswith(roots):
+            raise ImportError(path, "not ours: the next hook takes it")
+        return hook(path)  # type: ignore[return-value]
+
+    sys.path_hooks.insert(0, ours)
+    for path in list(sys.path_importer_cache):
+        if (os.path.realpath(path) + os.sep).startswith(roots):
+            del sys.path_importer_cache[path]
+
+
+def bootstrap(script: str) -> Path:
+    """Root of the checkout that `script` (impl/run.py or impl/verify.py) lies in, made safe to import from.
+
+    Expects `sys.pycache_prefix = os.devnull` to be set before this module is imported, so that no cached bytecode of
+    it can exist; sets it back. Raises Refused under `python -O` and when paritygate is not the one of the checkout.
+    """
+    sys.pycache_prefix = os.environ.get("PYTHONPYCACHEPREFIX") or None
+    refuse_optimised("a run")
+    impl = Path(script).resolve().parent
+    refuse_foreign(impl.parent)
+    read_sources_only(impl)
+    return impl.parent
+
+
+def refuse_optimised(what: str) -> None:
+    """Raise Refused when this interpreter drops assert statements (`python -O`, PYTHONOPTIMIZE)."""
+    if sys.flags.optimize:
+        raise Refused(f"python -O removes the assertions that {what} stands on: start it again without -O.")
+
+
+def refuse_foreign(root: Path) -> None:
+    """Raise Refused when a loaded module of ours comes from outside the checkout at `root`."""
+    homes = {"paritygate": root / "impl", "paritygate_reference": root / "reference"}
+    for name, module in sorted(sys.modules.items()):
+        home = homes.get(name.partition(".")[0])
+        origin = getattr(module, "__file__", None)
+        if home is None or origin is None:
+            continue
+        if not Path(os.path.abspath(origin)).is_relative_to(home.absolute()):
+            raise Refused(
+                f"{name} was imported from {origin}, outside {home}: remove it from PYTHONPATH and try again."
+            )

@@ -1,0 +1,107 @@
+"""Versions, device and settings that a proof holds for, read without importing torch where torch is not loaded."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from paritygate.errors import Refused
+from paritygate.receipts.obligations import device_class
+
+DECIDING = ("device", "torch", "cuda", "gpu", "driver", "matmul_precision")
+"""Entries of `environment` that must be equal for a receipt to hold."""
+
+
+def installed(root: Path) -> dict[str, str]:
+    """Version of Python and of every distribution that pyproject.toml names (`absent` where not installed)."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    requirements = [*project.get("dependencies", [])]
+    for extra in project.get("optional-dependencies", {}).values():
+        requirements.extend(extra)
+    names = {re.split(r"[^A-Za-z0-9._-]", requirement.strip(), maxsplit=1)[0].lower() for requirement in requirements}
+    versions = {"python": platform.python_version()}
+    for name in sorted(names):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "absent"
+    return versions
+
+
+def environment(device: str) -> dict[str, Any]:
+    """device, torch, cuda, gpu, driver, matmul_precision (these decide), threads, python, platform (information)."""
+    kind = device_class(device)
+    torch_version, cuda = torch_build()
+    gpu, driver = nvidia(device) if kind == "cuda" else ("none", "none")
+    return {
+        "device": kind,
+        "torch": torch_version,
+        "cuda": cuda,
+        "gpu": gpu,
+        "driver": driver,
+        "matmul_precision": matmul_precision(),
+        "threads": threads(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def torch_build() -> tuple[str, str]:
+    """Version of the installed torch with its local part (`2.13.0+cpu`) and the CUDA it is built for (or `none`)."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise Refused("torch is not installed here: a receipt holds for one version of it.")
+    text = Path(spec.origin).with_name("version.py").read_text()
+    version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+    cuda = re.search(r"^cuda(?:: [^=]*)? = '([^']+)'", text, re.MULTILINE)
+    return version[1] if version else importlib.metadata.version("torch"), cuda[1] if cuda else "none"
+
+
+def nvidia(device: str) -> tuple[str, str]:
+    """Name of the GPU and version of its driver, from nvidia-smi; raises Refused when there is none."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        name, driver = lines[visible_index(device, len(lines))].rsplit(",", 1)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise Refused(
+            f"no CUDA device can be named here (nvidia-smi: {error}): a receipt holds for one GPU."
+        ) from error
+    return name.strip(), driver.strip()
+
+
+def visible_index(device: str, count: int) -> int:
+    """Index of the physical GPU behind a torch device string, CUDA_VISIBLE_DEVICES considered."""
+    index = int(device.partition(":")[2] or 0)
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    if visible and visible[index].isdigit():
+        return int(visible[index])
+    return index if index < count else 0
+
+
+def matmul_precision() -> str:
+    """torch's float32 matmul precision: as set where torch is loaded, else what a fresh process would have."""
+    torch = sys.modules.get("torch")
+    current = str(torch.get_float32_matmul_precision()) if torch is not None else "highest"
+    overrides = [
+        f"{name}={os.environ[name]}"
+        for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+        if os.environ.get(name)
+    ]
+    return " ".join([current, *overrides])
+
+
+def threads() -> int:
+    """Threads of a torch operation: as set where torch is loaded, else from OMP_NUM_THREADS or the number of cores."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return int(torch.get_num_threads())
+    declared = os.environ.get("OMP_NUM_THREADS", "")
+    return int(declared) if declared.isdigit() else (os.cpu_count() or 1)

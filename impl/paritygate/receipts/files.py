@@ -1,0 +1,54 @@
+"""Bytes on disk: canonical JSON, digests, and files that exist whole or not at all."""
+
+import contextlib
+import hashlib
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+
+def canonical(value: Any) -> bytes:
+    """`value` as canonical JSON (RFC 8785, UTF-8); raises ValueError on NaN, infinities and integers beyond 2**53."""
+    import rfc8785
+
+    return rfc8785.dumps(value)
+
+
+def digest(value: Any) -> str:
+    """Hexadecimal sha256 of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical(value)).hexdigest()
+
+
+def sha256_file(path: str | Path) -> str:
+    """Hexadecimal sha256 of the bytes of the file at `path`."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomic(path: str | Path, data: bytes, *, exclusive: bool = False) -> None:
+    """Write `data` so that `path` holds all of it or does not exist, whenever the process dies.
+
+    A temporary file beside it, fsync, rename (or link, which raises FileExistsError when `exclusive` and `path`
+    exists), fsync of the folder.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if exclusive:
+            os.link(temporary, path)
+        else:
+            os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,62 @@
+"""What spec/losses.json asks for, and what is still missing from a set of results."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paritygate.errors import Refused
+
+
+def load_losses(root: Path) -> dict[str, Any]:
+    """The content of spec/losses.json under `root`; raises Refused when it is missing or not JSON."""
+    path = root / "spec" / "losses.json"
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path} cannot be read ({error}): it says what has to be shown.") from error
+
+
+def device_class(device: str) -> str:
+    """`cpu` or `cuda`, of a torch device string such as `cuda:0`."""
+    return device.partition(":")[0]
+
+
+def required(spec: Mapping[str, Any], device: str, losses: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Obligations that count on `device`: those of `losses` (all when None) with a tolerance for it or for any device.
+
+    Maps the name to {"min_comparisons", "rows": [(dtype, regime), ...]}. Raises Refused for a loss not in the spec.
+    """
+    known: Mapping[str, Any] = spec["losses"]
+    names = list(known) if losses is None else list(dict.fromkeys(losses))
+    if unknown := [name for name in names if name not in known]:
+        raise Refused(f"spec/losses.json knows no loss {unknown[0]!r}: it has {', '.join(sorted(known))}.")
+    result: dict[str, dict[str, Any]] = {}
+    for loss in names:
+        for name, obligation in known[loss]["obligations"].items():
+            rows = [row for row in obligation["tolerances"] if row["device"] in (device_class(device), "any")]
+            if rows:
+                cells = sorted({(str(row["dtype"]), str(row["regime"])) for row in rows})
+                result[name] = {"min_comparisons": obligation["min_comparisons"], "rows": cells}
+    return result
+
+
+def shortfalls(wanted: Mapping[str, Mapping[str, Any]], results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One sentence for each obligation of `wanted` that `results` (from the ledger or a receipt) does not meet."""
+    missing: list[str] = []
+    for name, obligation in sorted(wanted.items()):
+        result = results.get(name)
+        least = obligation["min_comparisons"]
+        if result is None or result["comparisons"] < least:
+            made = 0 if result is None else result["comparisons"]
+            missing.append(f"{name} has {made} of the {least} comparisons that count")
+            continue
+        if result["worst_margin"] > 1.0:
+            missing.append(f"{name} is outside its tolerance (worst margin {result['worst_margin']:.3g})")
+        met = {(cell["dtype"], cell["regime"]) for cell in result["cells"]}
+        missing.extend(
+            f"{name} was never compared in {dtype}, regime {regime}, for which it declares a tolerance"
+            for dtype, regime in obligation["rows"]
+            if (dtype, regime) not in met
+        )
+    return missing

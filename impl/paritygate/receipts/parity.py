@@ -1,0 +1,189 @@
+"""Parity receipts: an in-toto statement (test-result) of what was shown, for which bytes, on which machine."""
+
+import hashlib
+import json
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paritygate.errors import Refused
+from paritygate.receipts.environment import DECIDING, environment, installed
+from paritygate.receipts.files import canonical, digest, write_atomic
+from paritygate.receipts.obligations import device_class, load_losses, required, shortfalls
+from paritygate.receipts.schema import check_schema
+from paritygate.receipts.subjects import difference, subjects
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
+NAME = re.compile(r"parity-([0-9a-f]{64})\.json")
+HOW = "run `pytest tests/parity` and try again"
+
+
+@dataclass(frozen=True)
+class ParityReceipt:
+    """A receipt that was read and is whole: its file, the sha256 of its bytes (its name), and the statement."""
+
+    path: Path
+    sha256: str
+    statement: dict[str, Any]
+
+    @property
+    def subjects(self) -> dict[str, str]:
+        """Path -> sha256 of every file that the receipt is about (the installed versions left out)."""
+        named = {entry["name"]: entry["digest"]["sha256"] for entry in self.statement["subject"]}
+        return {name: value for name, value in named.items() if name != "installed"}
+
+    def part(self, name: str) -> dict[str, Any]:
+        """The `environment`, `installed`, `hypothesis`, `session` or `obligations` part of its configuration."""
+        for entry in self.statement["predicate"]["configuration"]:
+            if entry["name"] == name:
+                return entry["annotations"]
+        raise Refused(f"{self.path.name} has no part {name!r}: {HOW}.")
+
+
+def statement_of(
+    root: Path,
+    *,
+    device: str,
+    files: Mapping[str, str],
+    results: Mapping[str, Any],
+    hypothesis: Mapping[str, Any],
+    session: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The statement that the obligations in `results` (from the ledger) were met on the bytes in `files`."""
+    versions = installed(root)
+    parts = {
+        "environment": environment(device),
+        "installed": versions,
+        "hypothesis": dict(hypothesis),
+        "session": {**session, **git_state(root)},
+        "obligations": dict(results),
+    }
+    listed = [*files.items(), ("installed", digest(versions))]
+    return {
+        "_type": STATEMENT,
+        "subject": [{"name": name, "digest": {"sha256": value}} for name, value in sorted(listed)],
+        "predicateType": TEST_RESULT,
+        "predicate": {
+            "result": "PASSED",
+            "configuration": [
+                {"name": name, "digest": {"sha256": digest(part)}, "annotations": part} for name, part in parts.items()
+            ],
+            "passedTests": sorted(results),
+            "warnedTests": [],
+            "failedTests": [],
+        },
+    }
+
+
+def write_parity_receipt(root: Path, statement: Mapping[str, Any]) -> Path:
+    """Write receipts/parity-<sha256 of its bytes>.json under `root` (whole or not at all) and return its path."""
+    data = canonical(statement)
+    path = root / "receipts" / f"parity-{hashlib.sha256(data).hexdigest()}.json"
+    if not path.exists() or path.read_bytes() != data:
+        write_atomic(path, data)
+    return path
+
+
+def read_parity_receipt(path: Path) -> ParityReceipt:
+    """The receipt at `path`; raises Refused unless its name is its digest, its form canonical and its schema kept."""
+    name = NAME.fullmatch(path.name)
+    if name is None:
+        raise Refused(f"{path} is not named parity-<sha256 of its bytes>.json: {HOW}.")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise Refused(f"{path} cannot be read ({error.strerror}): {HOW}.") from error
+    sha256 = hashlib.sha256(data).hexdigest()
+    if sha256 != name[1]:
+        raise Refused(f"{path} was edited or cut short: its bytes no longer have the digest in its name; {HOW}.")
+    try:
+        statement = json.loads(data)
+        is_canonical = canonical(statement) == data
+    except ValueError as error:
+        raise Refused(f"{path} is not JSON ({error}): {HOW}.") from error
+    if not is_canonical:
+        raise Refused(f"{path} is not in canonical form (RFC 8785): it was not written by a parity session; {HOW}.")
+    check_schema(statement, "parity-receipt", path)
+    for entry in statement["predicate"]["configuration"]:
+        if digest(entry["annotations"]) != entry["digest"]["sha256"]:
+            raise Refused(f"{path}: the part {entry['name']!r} does not have the digest beside it; {HOW}.")
+    return ParityReceipt(path, sha256, statement)
+
+
+def require_parity(root: Path | str, losses: Iterable[str], device: str) -> ParityReceipt:
+    """A receipt in receipts/ that shows `losses` for exactly this tree, these versions and this `device`.
+
+    Raises Refused with the reason for which the closest receipt does not hold. Files that are no subject (caches,
+    runs/, data/, receipts/ itself) do not matter, nor does git: only the bytes of the subjects do.
+    """
+    root = Path(root).resolve()
+    files = subjects(root)
+    spec = load_losses(root)
+    wanted = required(spec, device, losses)
+    candidates = sorted((root / "receipts").glob("parity-*.json"))
+    if not candidates:
+        raise Refused(f"no parity receipt in {root / 'receipts'}: {HOW}.")
+    closest = (-1, "")
+    for path in candidates:
+        try:
+            receipt = read_parity_receipt(path)
+        except Refused as refusal:
+            closest = max(closest, (0, str(refusal)))
+            continue
+        verdict = misfit(receipt, root, files, wanted, device)
+        if verdict is None:
+            return receipt
+        closest = max(closest, verdict)
+    raise Refused(closest[1])
+
+
+def misfit(
+    receipt: ParityReceipt, root: Path, files: Mapping[str, str], wanted: Mapping[str, Any], device: str
+) -> tuple[int, str] | None:
+    """Why `receipt` does not hold here, with how far it got (more is closer), or None when it holds."""
+    shown = receipt.part("environment")
+    kind = device_class(device)
+    if shown["device"] != kind:
+        hint = f"run `pytest -m gpu --device {device}`" if kind == "cuda" else HOW
+        return (
+            1,
+            f"no parity receipt for device {kind}, {receipt.path.name} is for {shown['device']}: {hint}.",
+        )
+    if change := difference(receipt.subjects, files):
+        return 2, f"{change} since parity was shown ({receipt.path.name}): {HOW}."
+    here = environment(device)
+    for key in DECIDING:
+        if here[key] != shown[key]:
+            return 3, f"{key} is {here[key]} here, {receipt.path.name} was shown with {shown[key]}: {HOW}."
+    if change := version_change(receipt, root):
+        return 4, f"{change}, in {receipt.path.name}: {HOW}."
+    if missing := shortfalls(wanted, receipt.part("obligations")):
+        return 5, f"{receipt.path.name} does not cover the experiment: {missing[0]}; {HOW}."
+    return None
+
+
+def version_change(receipt: ParityReceipt, root: Path) -> str | None:
+    """The first installed version that differs from the receipt's, as a sentence, or None."""
+    here, shown = installed(root), receipt.part("installed")
+    for name in sorted(here.keys() | shown.keys()):
+        if here.get(name) != shown.get(name):
+            return f"{name} is {here.get(name, 'not named')} here, {shown.get(name, 'not named')} when parity was shown"
+    return None
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """commit and dirty (information only: bytes decide); both None outside a git checkout."""
+
+    def ask(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=True
+        ).stdout.strip()
+
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}

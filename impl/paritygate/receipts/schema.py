@@ -1,0 +1,34 @@
+"""Receipts held to their JSON schema in spec/schema/."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from paritygate.errors import Refused
+
+SCHEMAS = Path(__file__).resolve().parents[3] / "spec" / "schema"
+
+
+@functools.cache
+def validator(name: str) -> Any:
+    """The validator of spec/schema/<name>.schema.json; raises Refused when the file is missing or not a schema."""
+    import jsonschema
+
+    path = SCHEMAS / f"{name}.schema.json"
+    try:
+        schema = json.loads(path.read_bytes())
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except (OSError, ValueError, jsonschema.SchemaError) as error:
+        raise Refused(f"{path} cannot be used as a schema ({error}): receipts work in a checkout only.") from error
+    return jsonschema.Draft202012Validator(schema)
+
+
+def check_schema(value: Any, name: str, path: Path) -> None:
+    """Raise Refused, naming the file and the place in it, unless `value` keeps spec/schema/<name>.schema.json."""
+    from jsonschema.exceptions import best_match
+
+    error = best_match(validator(name).iter_errors(value))
+    if error is not None:
+        pointer = "/" + "/".join(str(part) for part in error.absolute_path)
+        raise Refused(f"{path} does not keep spec/schema/{name}.schema.json at {pointer}: {error.message[:200]}.")
