@@ -22,6 +22,18 @@ class Pin:
 # The commit's initial database hash is sha256 of str(to_hashable(database)), upstream's own.
 TAU_BENCH = Pin("sierra-research/tau-bench", "59a200c6d575d595120f1cb70fea53cef0632f6b")
 TAU_BENCH_DATABASE_SHA256 = "5a4b2cb59f4d12dea7e4adff24a7f8fada510ead49372ea4a729a82bbb5f49b5"
+# Each part as compact JSON in its own order of keys, which that hash cannot see and observations show.
+TAU_BENCH_PARTS_SHA256 = {
+    "orders": "cbe3e1dba76ddf6aa063553fb59576f88a0178895ea5660652ec6963145c2630",
+    "products": "d863b7582e65e0297dfcc1721b52be4f3329bba72932ba2e4d9b36efed2fb154",
+    "users": "87019fb91125aee4121af5727e9f194f6a84598719b8d96d9eec14595dbbdb30",
+    "tasks/train": "80f8c54ddfbd38dbee1242373bf49ff5021374b469c1c461eae6d4779b1944b8",
+    "tasks/dev": "8158e08f89e67af6008697922e53eb2784289f09307f01ff53183df75fb68eea",
+    "tasks/test": "620a05f0f749f53b599fe88e6d1d788ff301669d9b40975eca1f631e7d4df5a4",
+    "wiki": "eeeb5e9dba227c2180db4c8611a9f5e3c093c0170691ffaef6a89dd64d50c90c",
+    "rules": "83b6ab95beedae6f8c87451c65dda8efb6a895c811ea5a2573e37fb371624cd6",
+    "tools": "65aec34638a11915bb164c84957c86f35e6bbd44af6fb52113d57764d728c3eb",
+}
 # The wheel records no commit, so its own digest stands for one.
 COOKBOOK = Pin(
     "tinker-cookbook",
