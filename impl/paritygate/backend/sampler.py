@@ -91,6 +91,26 @@ class Sampler:
             raise BackendError(f"Top-k scoring returned {len(rows or [])} rows for {len(tokens)} tokens.")
         return rows
 
+    async def score_targets(self, tokens: Sequence[int], target_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Logprobs in nats of K given ids at each position, L x K; row 0 is not scored (NaN), nor is an id of -1.
+
+        Raises BackendError after retries, and when the service returns another shape.
+        """
+        import numpy as np
+        import tinker
+
+        ids = np.asarray(target_ids[1:], np.int64)
+        prompt, params = tinker.ModelInput.from_ints(list(tokens)), tinker.SamplingParams(max_tokens=1)
+        asked = tinker.TensorData.from_numpy(ids)
+        response = await self._guard.repeatable(
+            "Scoring targets", lambda: self._client.sample(prompt, 1, params, target_prompt_logprobs=asked)
+        )
+        scored = response.target_prompt_logprobs
+        rows = None if scored is None else scored.to_numpy()
+        if rows is None or rows.shape != ids.shape:
+            raise BackendError(f"Scoring targets returned shape {getattr(rows, 'shape', None)}, not {ids.shape}.")
+        return [[float("nan")] * ids.shape[1], *rows.tolist()]
+
 
 def _sample(sequence: "tinker.SampledSequence") -> Sample:
     tokens, logprobs = tuple(sequence.tokens), tuple(sequence.logprobs or ())
