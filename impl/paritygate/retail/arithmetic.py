@@ -1,4 +1,4 @@
-"""The calculator's arithmetic: Python's own rules for numbers, operators and parentheses, with bounds and without eval."""
+"""The calculator's arithmetic: Python's rules for numbers, operators and parentheses, bounded, without eval."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Reading the retail data from either layout: plain JSON files, or upstream's package folder, whose code is never run."""
+"""The retail data from either layout: plain JSON files, or upstream's package folder, whose code is never run."""
 
 import ast
 import gzip

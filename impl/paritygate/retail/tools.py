@@ -1,7 +1,7 @@
-"""The sixteen retail tools, in the order of checks and with the texts of upstream (tau_bench/envs/retail/tools, 59a200c6).
+"""The sixteen retail tools: upstream's checks in upstream's order (tau_bench/envs/retail/tools at 59a200c6).
 
-Arguments are not type-checked, as upstream does not: what a wrong type does to Python's own operations (`in`, iteration,
-`.lower()`) becomes the observation. A refusal before a write leaves no trace; an error after one leaves what was written.
+Arguments are not type-checked, as upstream does not: what a wrong type does to Python's own operations (`in`,
+iteration, `.lower()`) becomes the observation. A refusal leaves no trace; an error after a write leaves the write.
 """
 
 import json
@@ -46,7 +46,7 @@ def call(db: Database, name: Any, arguments: Any) -> str:
         return f"Error: arguments nested deeper than {MAX_ARGUMENT_DEPTH} levels"
     try:
         return tool.run(db, *bind(tool.class_name, tool.module, tool.parameters, arguments))
-    except Exception as error:  # noqa: BLE001 - upstream turns every exception of a tool into its text
+    except Exception as error:  # upstream turns every exception of a tool into its text
         return f"Error: {error}"
 
 
@@ -58,7 +58,7 @@ def _deeper(value: Any, levels: int) -> bool:
     return levels == 0 or any(_deeper(element, levels - 1) for element in inner)
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------------------------
 
 
 def _calculate(_db: Database, expression: Any) -> str:
@@ -107,7 +107,7 @@ def _transfer_to_human_agents(_db: Database, _summary: Any) -> str:
     return "Transfer successful"
 
 
-# --- checks that several writes share --------------------------------------------------------------------------------
+# --- checks that several writes share -------------------------------------------------------------------------------
 
 
 def _order(db: Database, order_id: Any, status: str, done: str) -> Record:
@@ -171,7 +171,7 @@ def _entry(kind: str, amount: Any, payment_method_id: Any) -> Record:
     return {"transaction_type": kind, "amount": amount, "payment_method_id": payment_method_id}
 
 
-# --- writing -----------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------------------------
 
 
 def _cancel_pending_order(db: Database, order_id: Any, reason: Any) -> str:
@@ -274,7 +274,7 @@ def _return_delivered_order_items(db: Database, order_id: Any, item_ids: Any, pa
     return json.dumps(order)
 
 
-# --- the table -----------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
