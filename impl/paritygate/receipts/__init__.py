@@ -1,15 +1,29 @@
 """Receipts: digests, statements, verification, atomic writing. Imports no torch."""
 
+from paritygate.bootstrap import bootstrap
 from paritygate.receipts.files import canonical, digest, sha256_file, write_atomic
+from paritygate.receipts.guard import guard
+from paritygate.receipts.lock import is_locked, lock_run
 from paritygate.receipts.parity import ParityReceipt, read_parity_receipt, require_parity, write_parity_receipt
+from paritygate.receipts.phases import PhaseChain
+from paritygate.receipts.provenance import verify_run, write_run_receipt
+from paritygate.receipts.rerun import rerun_parity
 
 __all__ = [
     "ParityReceipt",
+    "PhaseChain",
+    "bootstrap",
     "canonical",
     "digest",
+    "guard",
+    "is_locked",
+    "lock_run",
     "read_parity_receipt",
     "require_parity",
+    "rerun_parity",
     "sha256_file",
+    "verify_run",
     "write_atomic",
     "write_parity_receipt",
+    "write_run_receipt",
 ]

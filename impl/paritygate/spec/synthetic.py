@@ -14,3 +14,8 @@ class Synthetic:
     frozen: Mapping[str, Any]
     unresolved: tuple[str, ...]
     recipe: str
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Names in spec/losses.json that the component stands on."""
+        return ("spod",)

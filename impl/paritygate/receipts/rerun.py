@@ -1,0 +1,101 @@
+"""Parity shown again: in a clean worktree of the commit, with a scrubbed environment."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+
+from paritygate.errors import Refused
+from paritygate.receipts.files import write_atomic
+from paritygate.receipts.parity import NAME, ParityReceipt, read_parity_receipt
+from paritygate.receipts.subjects import difference, subjects
+
+KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+"""All that a re-run sees of the caller's environment."""
+
+
+def rerun_parity(root: Path | str, receipt: ParityReceipt, device: str) -> ParityReceipt:
+    """Run `pytest tests/parity` for the commit at `root` and return the receipt that it wrote, now in receipts/.
+
+    The worktree is clean and somewhere else, plugins are not loaded, of the environment only KEPT is seen. Raises
+    Refused when the tree differs from the commit, when the re-run is not green, or when `receipt` tells otherwise.
+    """
+    root = Path(root).resolve()
+    with tempfile.TemporaryDirectory(prefix="paritygate-") as scratch:
+        home = Path(scratch) / "home"
+        home.mkdir()
+        scrubbed = {name: os.environ[name] for name in KEPT if name in os.environ}
+        scrubbed |= {"HOME": str(home), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        with clean_worktree(root, Path(scratch) / "tree", scrubbed) as tree:
+            if change := difference(subjects(tree), subjects(root)):
+                raise Refused(f"{change} since the last commit: a full run shows parity of a commit; commit it first.")
+            fresh = run_parity(tree, device, receipt.part("hypothesis")["seed"], scrubbed)
+            compare_receipts(receipt, fresh)
+            path = root / "receipts" / fresh.path.name
+            if not path.exists():
+                write_atomic(path, fresh.path.read_bytes())
+            return read_parity_receipt(path)
+
+
+@contextlib.contextmanager
+def clean_worktree(root: Path, tree: Path, environment: dict[str, str]) -> Generator[Path]:
+    """A worktree of HEAD at `tree`, without hooks, removed at the end; raises Refused where git cannot make one."""
+    git = ["git", "-C", str(root), "-c", "safe.directory=*", "-c", f"core.hooksPath={os.devnull}"]
+    git += ["-c", "core.autocrlf=false"]
+    try:
+        subprocess.run(
+            [*git, "worktree", "add", "--detach", str(tree), "HEAD"],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+        raise Refused(f"{root} gives no clean git worktree ({reason}): a full run shows parity of a commit.") from error
+    try:
+        yield tree
+    finally:
+        subprocess.run(
+            [*git, "worktree", "remove", "--force", str(tree)], env=environment, check=False, capture_output=True
+        )
+
+
+def run_parity(tree: Path, device: str, seed: str | None, environment: dict[str, str]) -> ParityReceipt:
+    """The receipt of a parity session in `tree`, a process of its own; raises Refused, with its words, if not green."""
+    command = [sys.executable, "-I", "-m", "pytest", "tests/parity", "-q", "--device", device]
+    command += ["-c", str(tree / "pyproject.toml"), "--rootdir", str(tree), "-p", "no:cacheprovider"]
+    if seed is not None:
+        command += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-seed={seed}"]
+    committed = set(tree.glob("receipts/parity-*.json"))
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    written = [path for path in tree.glob("receipts/parity-*.json") if NAME.fullmatch(path.name)]
+    named = [path for path in written if path.name in done.stdout]
+    if done.returncode != 0 or len(named) != 1 or named[0] in committed:
+        lines = [line for line in done.stdout.splitlines() if "NOT green" in line] or (
+            done.stdout + done.stderr
+        ).splitlines()
+        raise Refused(
+            f"parity, run again in a clean worktree, is not green ({lines[-1].strip() if lines else 'no output'})."
+        )
+    return read_parity_receipt(named[0])
+
+
+def compare_receipts(claimed: ParityReceipt, fresh: ParityReceipt) -> None:
+    """Raise Refused when `claimed` tells of other files, another machine or other comparisons than the re-run found."""
+    forged = f"{claimed.path.name} does not tell what a parity run finds"
+    if change := difference(claimed.subjects, fresh.subjects):
+        raise Refused(f"{forged}: {change}.")
+    for part in ("environment", "installed", "hypothesis"):
+        for key, value in fresh.part(part).items():
+            told = claimed.part(part).get(key)
+            if told != value and key != "threads":
+                raise Refused(f"{forged}: {key} is {told} in it and {value} when run again.")
+    told, found = claimed.part("obligations"), fresh.part("obligations")
+    for name in sorted(told.keys() | found.keys()):
+        counts = [part[name]["comparisons"] if name in part else 0 for part in (told, found)]
+        if counts[0] != counts[1]:
+            raise Refused(f"{forged}: {name} has {counts[0]} comparisons in it and {counts[1]} when run again.")
