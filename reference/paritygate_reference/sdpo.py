@@ -7,9 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Array = NDArray[np.float64]
+from ._distributions import Array, Buckets, bucketed, kl_divergence, log_mixture, log_softmax, renormalised
 
-TAIL_CAP = -1e-7  # the log of the kept mass is capped here, as in the official SDPO code at 0e6d5106
+Logprobs = Sequence[float | None] | Array
+Mask = Sequence[int] | NDArray[np.generic]
+
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "token_sum")
 
@@ -18,12 +20,12 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "token_sum")
 
 
 def token_advantage(
-    teacher_logprobs: Sequence[float | None] | Array,
-    student_logprobs: Sequence[float | None] | Array,
-    mask: Sequence[int] | NDArray[np.generic],
+    teacher_logprobs: Logprobs,
+    student_logprobs: Logprobs,
+    mask: Mask,
     clip: float = 5.0,
 ) -> Array:
-    """`clip(log q_t - log pi_t, -clip, +clip) * mask_t`, (T,) in nats; the negative gradient of the token KL(pi || sg q).
+    """`clip(log q_t - log pi_t, -clip, +clip) * mask_t`, (T,) in nats: minus the gradient of the token KL(pi || sg q).
 
     Values at mask 0 are never read. ValueError: shapes differ, a mask that is not 0 or 1, clip not positive, and at
     mask 1 NaN, +inf or a student of -inf (the position is named); a teacher of -inf gives -clip.
@@ -39,9 +41,9 @@ def token_advantage(
 
 
 def sequence_advantage(
-    teacher_logprobs: Sequence[float | None] | Array,
-    student_logprobs: Sequence[float | None] | Array,
-    mask: Sequence[int] | NDArray[np.generic],
+    teacher_logprobs: Logprobs,
+    student_logprobs: Logprobs,
+    mask: Mask,
 ) -> Array:
     """The mean of the unclipped `log q_t - log pi_t` over mask 1, at every mask 1 position, 0 elsewhere; (T,) in nats.
 
@@ -59,7 +61,7 @@ def sequence_advantage(
 
 
 def hybrid_advantage(grpo: ArrayLike, sdpo: ArrayLike, weight: float) -> Array:
-    """`weight * A_grpo + (1 - weight) * A_sdpo`, any equal shapes; ValueError where weight is outside [0, 1] or shapes differ.
+    """`weight * A_grpo + (1 - weight) * A_sdpo`, of equal shapes; ValueError: weight outside [0, 1], shapes differ.
 
     Source: SDPO, arXiv 2601.20802, figure 11 (weight 0.9).
     """
@@ -73,17 +75,17 @@ def hybrid_advantage(grpo: ArrayLike, sdpo: ArrayLike, weight: float) -> Array:
 
 def _read_logprobs(
     name: str,
-    teacher_logprobs: Sequence[float | None] | Array,
-    student_logprobs: Sequence[float | None] | Array,
-    mask: Sequence[int] | NDArray[np.generic],
+    teacher_logprobs: Logprobs,
+    student_logprobs: Logprobs,
+    mask: Mask,
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
     if not len(teacher_logprobs) == len(student_logprobs) == len(mask):
         raise ValueError(
-            f"{name}: lengths differ: teacher {len(teacher_logprobs)}, student {len(student_logprobs)}, mask {len(mask)}"
+            f"{name}: shapes differ: teacher {len(teacher_logprobs)}, student {len(student_logprobs)}, mask {len(mask)}"
         )
     read = _mask(name, np.asarray(mask))
     teacher, student = np.full(len(read), math.nan), np.full(len(read), math.nan)
-    for t in np.flatnonzero(read):
+    for t in np.flatnonzero(read).tolist():
         for who, values, row in (("teacher", teacher_logprobs, teacher), ("student", student_logprobs, student)):
             value = values[t]
             if value is None or math.isnan(value) or value == math.inf or (who == "student" and value == -math.inf):
@@ -105,6 +107,14 @@ def _place(position: Sequence[int] | NDArray[np.intp]) -> str:
 # Logit level
 
 
+class _Options(NamedTuple):
+    divergence: str
+    mixture: float
+    top_k: int | None
+    tail: bool
+    aggregation: str
+
+
 def logit_loss(
     student_logits: ArrayLike,
     teacher_logits: ArrayLike,
@@ -117,7 +127,7 @@ def logit_loss(
     importance_ratio: ArrayLike | None = None,
     aggregation: str = "token_mean",
 ) -> float:
-    """The divergence between teacher q and student p at every mask 1 position, aggregated; (B, T, V), (B, T, V), (B, T) -> nats.
+    """The divergence of teacher q and student p at mask 1, aggregated; (B, T, V), (B, T, V), (B, T) -> nats.
 
     `divergence`: forward_kl KL(q||p), reverse_kl KL(p||q), jsd (1-a) KL(p||m) + a KL(q||m) with m = (1-a) p + a q and
     a = `mixture` in (0, 1). `top_k` keeps the student's k largest (ties to the lowest index) with the rest as one
@@ -126,10 +136,8 @@ def logit_loss(
     shapes, top_k > V, a fully masked batch (except token_sum, 0), a row with NaN or +inf or all -inf.
     Source: SDPO, arXiv 2601.20802, section 3; official code at 0e6d5106.
     """
-    loss, _ = _logit_loss(
-        student_logits, teacher_logits, mask, divergence, mixture, top_k, tail, importance_ratio, aggregation
-    )
-    return loss
+    options = _Options(divergence, mixture, top_k, tail, aggregation)
+    return _logit_loss(student_logits, teacher_logits, mask, options, importance_ratio)[0]
 
 
 def logit_loss_grad(
@@ -146,173 +154,97 @@ def logit_loss_grad(
 ) -> Array:
     """d `logit_loss` / d student_logits (B, T, V), exactly 0 at masked positions; NaN in a row whose divergence is +inf
     because the teacher excludes what the student does. Teacher and ratio are constants. ValueError as `logit_loss`."""
-    _, grad = _logit_loss(
-        student_logits, teacher_logits, mask, divergence, mixture, top_k, tail, importance_ratio, aggregation
-    )
-    return grad
+    options = _Options(divergence, mixture, top_k, tail, aggregation)
+    return _logit_loss(student_logits, teacher_logits, mask, options, importance_ratio)[1]
 
 
 def _logit_loss(
     student_logits: ArrayLike,
     teacher_logits: ArrayLike,
     mask: ArrayLike,
-    divergence: str,
-    mixture: float,
-    top_k: int | None,
-    tail: bool,
+    options: _Options,
     importance_ratio: ArrayLike | None,
-    aggregation: str,
 ) -> tuple[float, Array]:
     student, teacher = np.asarray(student_logits, dtype=np.float64), np.asarray(teacher_logits, dtype=np.float64)
     read = _mask("logit_loss", np.asarray(mask))
-    _check_options(student, teacher, read, divergence, mixture, top_k)
-    weights = _aggregation_weights(read, aggregation)
+    _check_options(student, teacher, read, options)
+    weights = _aggregation_weights(read, options.aggregation)
     if importance_ratio is not None:
         weights = weights * _checked_ratio(importance_ratio, read)
     loss, grad = 0.0, np.zeros_like(student)
     for b, t in np.argwhere(read):
-        log_p = log_softmax(student[b, t], f"student row ({b}, {t})")
-        log_q = log_softmax(teacher[b, t], f"teacher row ({b}, {t})")
-        kept = np.arange(len(log_p)) if top_k is None else np.argsort(-student[b, t], kind="stable")[:top_k]
-        use_tail = top_k is not None and tail
-        if top_k is not None and not tail:
-            log_p = _renormalised(log_p, kept, f"student row ({b}, {t})")
-            log_q = _renormalised(log_q, kept, f"teacher row ({b}, {t})")
-        p, q = _bucketed(log_p, kept, use_tail), _bucketed(log_q, kept, use_tail)
+        value, row = _row(student[b, t], teacher[b, t], options, f"({b}, {t})")
         if weights[b, t] != 0.0:
-            loss += weights[b, t] * _divergence(p, q, divergence, mixture)
-            grad[b, t] = weights[b, t] * _row_gradient(p, q, np.exp(log_p), kept, divergence, mixture)
+            loss += weights[b, t] * value
+            grad[b, t] = weights[b, t] * row
     return float(loss), grad
 
 
-def log_softmax(logits: ArrayLike, place: str = "row") -> Array:
-    """Log-probabilities of one row of logits (V,), -inf entries allowed; ValueError naming `place` for NaN, +inf or all -inf."""
-    row = np.asarray(logits, dtype=np.float64)
-    if np.isnan(row).any() or (row == math.inf).any():
-        raise ValueError(f"{place} holds {'NaN' if np.isnan(row).any() else '+inf'}")
-    if row.size == 0 or (row == -math.inf).all():
-        raise ValueError(f"{place} is all -inf: it is no distribution")
-    top = int(np.argmax(row))
-    shifted = row - row[top]
-    others = np.delete(np.exp(shifted), top).sum()
-    return shifted - np.log1p(others)
+def _row(student: Array, teacher: Array, options: _Options, place: str) -> tuple[float, Array]:
+    """The divergence of one row and its gradient with respect to the student's logits, (V,)."""
+    log_p = log_softmax(student, f"logit_loss: student row {place}")
+    log_q = log_softmax(teacher, f"logit_loss: teacher row {place}")
+    kept = np.arange(len(student))
+    if options.top_k is not None:
+        kept = np.argsort(-student, kind="stable")[: options.top_k]
+        if not options.tail:
+            log_p = renormalised(log_p, kept, f"logit_loss: student row {place}")
+            log_q = renormalised(log_q, kept, f"logit_loss: teacher row {place}")
+    use_tail = options.top_k is not None and options.tail
+    p, q = bucketed(log_p, kept, use_tail), bucketed(log_q, kept, use_tail)
+    return _divergence(p, q, options), _row_gradient(p, q, np.exp(log_p), kept, options)
 
 
-class _Buckets(NamedTuple):
-    log: Array  # log-probability of each kept entry, then of the tail where there is one
-    excess: float  # how far the probabilities sum above 1: not 0 only where the cap acts
-    has_tail: bool
-    capped: bool
-
-
-def _bucketed(log_p: Array, kept: NDArray[np.intp], use_tail: bool) -> _Buckets:
-    if not use_tail:
-        return _Buckets(log_p[kept], 0.0, False, False)
-    kept_mass = _log_sum(log_p[kept])
-    capped = kept_mass > TAIL_CAP
-    log_tail = math.log(-math.expm1(TAIL_CAP if capped else kept_mass))
-    excess = math.expm1(kept_mass) - math.expm1(TAIL_CAP) if capped else 0.0
-    return _Buckets(np.append(log_p[kept], log_tail), excess, True, capped)
-
-
-def _renormalised(log_p: Array, kept: NDArray[np.intp], place: str) -> Array:
-    total = _log_sum(log_p[kept])
-    if total == -math.inf:
-        raise ValueError(f"{place} has no probability among the student's top_k: it cannot be renormalised")
-    renormalised = np.full_like(log_p, -math.inf)
-    renormalised[kept] = log_p[kept] - total
-    return renormalised
-
-
-def _log_sum(logs: Array) -> float:
-    top = float(logs.max())
-    return top if top == -math.inf else top + math.log(float(np.exp(logs - top).sum()))
-
-
-def _divergence(p: _Buckets, q: _Buckets, divergence: str, mixture: float) -> float:
-    if divergence == "forward_kl":
+def _divergence(p: Buckets, q: Buckets, options: _Options) -> float:
+    if options.divergence == "forward_kl":
         return kl_divergence(q.log, p.log) + q.excess - p.excess
-    if divergence == "reverse_kl":
+    if options.divergence == "reverse_kl":
         return kl_divergence(p.log, q.log) + p.excess - q.excess
-    a = mixture
-    mixed = _log_mixture(p.log, q.log, a)
+    a = options.mixture
+    mixed = log_mixture(p.log, q.log, a)
     mixed_excess = (1.0 - a) * p.excess + a * q.excess
     return (1.0 - a) * (kl_divergence(p.log, mixed) + p.excess - mixed_excess) + a * (
         kl_divergence(q.log, mixed) + q.excess - mixed_excess
     )
 
 
-def kl_divergence(log_a: Array, log_b: Array) -> float:
-    """KL(a || b) in nats of two rows of log-probabilities with equal sums; 0 log 0 is 0, a > 0 against b = 0 is +inf.
-
-    Summed as `a log(a/b) - a + b`, whose terms are not negative, so that nearly equal rows keep their digits.
-    """
-    total = 0.0
-    for x, y in zip(log_a.tolist(), log_b.tolist(), strict=True):
-        a, b, d = math.exp(x), math.exp(y), x - y
-        if a == 0.0:
-            total += b
-        elif d == math.inf:
-            return math.inf
-        elif abs(d) < 0.5:
-            total += a * _excess_of_exp(-d)
-        else:
-            total += a * d - a + b
-    return total
-
-
-def _excess_of_exp(x: float) -> float:
-    """`exp(x) - 1 - x` without cancellation, for |x| < 0.5, by its Taylor series."""
-    term, total = x * x / 2.0, 0.0
-    for n in range(3, 20):
-        total += term
-        term *= x / n
-    return total
-
-
-def _log_mixture(log_p: Array, log_q: Array, a: float) -> Array:
-    """log((1-a) p + a q), written from the larger of the two so that nearly equal rows keep their digits."""
-    mixed = np.full_like(log_p, -math.inf)
-    for i, (x, y) in enumerate(zip(log_p.tolist(), log_q.tolist(), strict=True)):
-        if x >= y and x > -math.inf:
-            mixed[i] = x + math.log1p(a * math.expm1(y - x))
-        elif y > x:
-            mixed[i] = y + math.log1p((1.0 - a) * math.expm1(x - y))
-    return mixed
-
-
-def _row_gradient(
-    p: _Buckets, q: _Buckets, student: Array, kept: NDArray[np.intp], divergence: str, mixture: float
-) -> Array:
+def _row_gradient(p: Buckets, q: Buckets, student: Array, kept: NDArray[np.intp], options: _Options) -> Array:
     """With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0."""
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        prob = np.exp(p.log)
-        if divergence == "forward_kl":
-            weighted = -np.exp(q.log)  # p_b g_b
-        elif divergence == "reverse_kl":
-            weighted = np.where(prob > 0.0, prob * (p.log - q.log + 1.0), 0.0)
-        else:
-            mixed = _log_mixture(p.log, q.log, mixture)
-            weighted = np.where(prob > 0.0, (1.0 - mixture) * prob * (p.log - mixed), 0.0)
-        if p.capped:
-            weighted[-1] = 0.0
-        total = weighted.sum()
-        grad = -student * total
-        if p.has_tail:
-            dropped = np.ones(len(student), dtype=bool)
-            dropped[kept] = False
-            grad[dropped] += student[dropped] * (weighted[-1] / prob[-1])
-        grad[kept] += weighted[: len(kept)]
+    weighted = _bucket_gradients(p.log, q.log, options)
+    if p.capped:
+        weighted[-1] = 0.0
+    total = weighted.sum()
+    if not math.isfinite(total):
+        return np.full_like(student, math.nan)
+    grad = -student * total
+    if p.has_tail:
+        dropped = np.ones(len(student), dtype=bool)
+        dropped[kept] = False
+        grad[dropped] += student[dropped] * (weighted[-1] / np.exp(p.log[-1]))
+    grad[kept] += weighted[: len(kept)]
     return grad
 
 
-def _check_options(
-    student: Array, teacher: Array, read: NDArray[np.bool_], divergence: str, mixture: float, top_k: int | None
-) -> None:
+def _bucket_gradients(log_p: Array, log_q: Array, options: _Options) -> Array:
+    """`p_b dD/dp_b` of each bucket; 0 where p_b is 0 and the divergence does not read it."""
+    if options.divergence == "forward_kl":
+        return -np.exp(log_q)
+    p, weighted = np.exp(log_p), np.zeros_like(log_p)
+    read = p > 0.0
+    if options.divergence == "reverse_kl":
+        weighted[read] = p[read] * (log_p[read] - log_q[read] + 1.0)
+    else:
+        mixed = log_mixture(log_p, log_q, options.mixture)
+        weighted[read] = (1.0 - options.mixture) * p[read] * (log_p[read] - mixed[read])
+    return weighted
+
+
+def _check_options(student: Array, teacher: Array, read: NDArray[np.bool_], options: _Options) -> None:
+    divergence, mixture, top_k, _, _ = options
     if student.ndim != 3 or student.shape != teacher.shape or student.shape[:2] != read.shape:
         raise ValueError(
-            f"logit_loss: shapes differ: student_logits {student.shape}, teacher_logits {teacher.shape}, mask {read.shape}; "
-            "(B, T, V), (B, T, V), (B, T) are expected"
+            f"logit_loss: shapes differ: student_logits {student.shape}, teacher_logits {teacher.shape}, "
+            f"mask {read.shape}; (B, T, V), (B, T, V), (B, T) are expected"
         )
     if divergence not in DIVERGENCES:
         raise ValueError(f"logit_loss: divergence is {divergence!r}; it is one of {', '.join(DIVERGENCES)}")
@@ -353,12 +285,18 @@ def _checked_ratio(importance_ratio: ArrayLike, read: NDArray[np.bool_]) -> Arra
 
 
 def ema(teacher: ArrayLike, student: ArrayLike, rate: float) -> Array:
-    """`(1 - rate) teacher + rate student`, on parameters of any equal shapes; ValueError: rate outside [0, 1], shapes differ."""
+    """`(1 - rate) teacher + rate student`, on parameters of equal shapes.
+
+    ValueError: rate outside [0, 1], shapes differ. Source: SDPO, arXiv 2601.20802, teacher regularisation.
+    """
     return _between("ema", np.asarray(teacher, dtype=np.float64), np.asarray(student, dtype=np.float64), rate)
 
 
 def trust_region(initial_logits: ArrayLike, student_logits: ArrayLike, rate: float) -> Array:
-    """`(1 - rate) initial + rate student`, on logits (..., V): the teacher stays near the initial one; ValueError as `ema`."""
+    """`(1 - rate) initial + rate student`, on logits (..., V): the teacher stays near the initial one.
+
+    ValueError as `ema`. Source: SDPO, arXiv 2601.20802, teacher regularisation.
+    """
     initial, student = np.asarray(initial_logits, dtype=np.float64), np.asarray(student_logits, dtype=np.float64)
     return _between("trust_region", initial, student, rate)
 
@@ -391,7 +329,7 @@ def select_sibling(
     """The sibling of rollout `index` in its group that serves as demonstration, or None where none reaches `threshold`.
 
     `best`: the highest composite, ties to the lowest index (the experiment's). `first`: the first at or above the
-    threshold (the official code at 0e6d5106). Never `index` itself; a composite of None was not judged and is passed over.
+    threshold (the official code at 0e6d5106). Never `index` itself; a composite of None was not judged: passed over.
     ValueError: index outside the group, an unknown rule, a composite or threshold that is NaN.
     """
     if not 0 <= index < len(composites):

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ._distributions import kl_divergence, log_softmax
 from .averaging import three_level_mean
-from .sdpo import kl_divergence, log_softmax
 
 Episodes = Sequence[Mapping[str, Any]]
 
@@ -34,8 +34,9 @@ class _Action(NamedTuple):
 
 
 def success_preserving_loss(episodes: Episodes, tau0: float = 0.5, floor_weight: float = 1.0) -> SpodLoss:
-    """SPOD's loss (nats) of `[{"success": bool, "actions": [{"student_logits": (n, V), "teacher_logits": (n, V), "tokens": (n,)}]}]`.
+    """SPOD's loss in nats of episodes `{"success": bool, "actions": [...]}`, ragged.
 
+    An action is `{"student_logits": (n, V), "teacher_logits": (n, V), "tokens": (n,)}`, its end token included.
     The gate of an action is: the episode succeeded and the teacher gives the action strictly less log-probability.
     `kl` and `floor` are contributions: 0 where the other term acts, `floor_weight` excluded.
     ValueError names the place: empty batch, episode or action, shapes that differ, a token outside [0, V), tau0 outside
@@ -115,7 +116,8 @@ def _check_action(action: Mapping[str, Any], success: bool, place: str) -> _Acti
         raise ValueError(f"spod: {place} has no token")
     if student.shape != teacher.shape or student.ndim != 2 or student.shape[0] != tokens.size:
         raise ValueError(
-            f"spod: {place}: shapes differ: student_logits {student.shape}, teacher_logits {teacher.shape}, tokens {tokens.shape}"
+            f"spod: {place}: shapes differ: student_logits {student.shape}, teacher_logits {teacher.shape}, "
+            f"tokens {tokens.shape}"
         )
     for j, token in enumerate(tokens):
         if not 0 <= token < student.shape[1] or token != int(token):

@@ -55,7 +55,7 @@ def place(position: Sequence[int]) -> str:
 
 
 def rows_are_distributions(logits: Tensor, name: str, rows: Tensor | None = None) -> None:
-    """ValueError naming the first row of (N, V) logits with NaN, +inf or nothing but -inf; `rows` (N, d) are its names."""
+    """ValueError naming the first row of (N, V) logits with NaN, +inf or all -inf; `rows` (N, d) names them."""
     top = logits.detach().amax(dim=-1)
     bad = ~torch.isfinite(top)
     if bool(bad.any()):

@@ -1,14 +1,23 @@
 """Row-wise quantities of SPOD in float64, a few rows at a time: what any faster kernel has to agree with."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ._distributions import chunk_rows, kl_divergence
 
 
+class Weights(NamedTuple):
+    """For each row (N,) float64, the factors of `p - q` and of `p - onehot(action)` in its gradient."""
+
+    kl: Tensor
+    floor: Tensor
+
+
 def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """KL(q || p), log p(action) and log q(action) of each row, three (N,) float64; (N, V), (N, V), (N,) int64."""
-    results = []
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
     for start, stop in chunk_rows(student):
         log_p = student[start:stop].double().log_softmax(-1)
         log_q = teacher[start:stop].double().log_softmax(-1)
@@ -18,26 +27,22 @@ def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> tuple[Tenso
     return kl, student_logprob, teacher_logprob
 
 
-def gradient(student: Tensor, teacher: Tensor, actions: Tensor, kl_weight: Tensor, floor_weight: Tensor) -> Tensor:
-    """`kl_weight (p - q) + floor_weight (p - onehot)` of each row, (N, V) in the student's dtype, differentiable."""
-    return torch.cat([
-        _gradient_rows(student[i:j], teacher[i:j], actions[i:j], kl_weight[i:j], floor_weight[i:j])
-        for i, j in chunk_rows(student)
-    ])
+def gradient(student: Tensor, teacher: Tensor, actions: Tensor, weights: Weights) -> Tensor:
+    """`weights.kl (p - q) + weights.floor (p - onehot)`, (N, V) in the student's dtype, differentiable."""
+    return torch.cat([_gradient(student, teacher, actions, weights, bounds) for bounds in chunk_rows(student)])
 
 
-def gradient_into(
-    out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, kl_weight: Tensor, floor_weight: Tensor
-) -> None:
+def gradient_into(out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, weights: Weights) -> None:
     """`gradient` written to `out`, which may be `student`."""
     for i, j in chunk_rows(student):
-        out[i:j] = _gradient_rows(student[i:j], teacher[i:j], actions[i:j], kl_weight[i:j], floor_weight[i:j])
+        out[i:j] = _gradient(student, teacher, actions, weights, (i, j))
 
 
-def _gradient_rows(student: Tensor, teacher: Tensor, actions: Tensor, kl_weight: Tensor, floor_weight: Tensor) -> Tensor:
-    p, q = student.double().softmax(-1), teacher.double().softmax(-1)
-    onehot = torch.zeros_like(q).scatter_(1, actions[:, None], 1.0)
-    both = kl_weight[:, None] * (p - q) + floor_weight[:, None] * (p - onehot)
+def _gradient(student: Tensor, teacher: Tensor, actions: Tensor, weights: Weights, bounds: tuple[int, int]) -> Tensor:
+    rows = slice(*bounds)
+    p, q = student[rows].double().softmax(-1), teacher[rows].double().softmax(-1)
+    onehot = torch.zeros_like(q).scatter_(1, actions[rows, None], 1.0)
+    both = weights.kl[rows, None] * (p - q) + weights.floor[rows, None] * (p - onehot)
     return both.to(student.dtype)
 
 

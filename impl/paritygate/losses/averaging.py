@@ -7,7 +7,7 @@ from torch import Tensor
 def three_level_mean(values: Tensor, action_index: Tensor, episode_index: Tensor) -> Tensor:
     """Mean over episodes of the mean over actions of the mean over tokens of `values` (N,), differentiable; scalar.
 
-    `action_index` (N,) int64 names the action of each token, `episode_index` (A,) int64 the episode of each action, both
+    `action_index` (N,) int64 names each token's action, `episode_index` (A,) int64 each action's episode, both
     nondecreasing from 0 without a gap. ValueError names the place: an empty batch, an index out of order, an action
     with no token, an episode with no action. Source: SPOD, arXiv 2610.25034, section 3.
     """

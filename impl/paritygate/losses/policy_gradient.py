@@ -9,7 +9,7 @@ from ._checks import as_float, refuse_where, result_dtype, same_shape
 def importance_sampling_loss(
     logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, validate: bool = True
 ) -> Tensor:
-    """`-sum exp(logprobs - sampler_logprobs) * advantages` over everything given (..., T): a sum, no mean; scalar, nats.
+    """`-sum exp(logprobs - sampler_logprobs) * advantages` over everything given (..., T): a sum, no mean; () nats.
 
     Differentiable in `logprobs` alone: sampler and advantages are constants. A position with advantage exactly 0 is not
     read. ValueError: shapes differ; with `validate`, a value that is read is NaN, +inf, or a sampler logprob of -inf.
@@ -22,7 +22,7 @@ def importance_sampling_loss(
 def importance_sampling_grad(
     logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, validate: bool = True
 ) -> Tensor:
-    """d `importance_sampling_loss` / d logprobs: `-exp(logprobs - sampler_logprobs) * advantages`, shape and dtype of logprobs.
+    """d `importance_sampling_loss` / d logprobs, of their shape and dtype: minus ratio times advantage.
 
     Exactly 0 where the advantage is 0. ValueError as `importance_sampling_loss`.
     """

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _spod_rows as rows
-from ._checks import refuse_where, result_dtype, rows_are_distributions
+from ._checks import as_mask, refuse_where, result_dtype, rows_are_distributions
 from .averaging import check_levels, lengths, token_weights
 
 
@@ -22,6 +22,15 @@ class SpodLoss(NamedTuple):
     floor: Tensor
 
 
+class _Batch(NamedTuple):
+    actions: Tensor
+    action_index: Tensor
+    episode_index: Tensor
+    success: Tensor
+    tau0: float
+    floor_weight: float
+
+
 def success_preserving_loss(
     student_logits: Tensor,
     teacher_logits: Tensor,
@@ -34,17 +43,17 @@ def success_preserving_loss(
     floor_weight: float = 1.0,
     validate: bool = True,
 ) -> SpodLoss:
-    """SPOD's loss over packed actions: (N, V) logits of any float dtype and the sampled `actions` (N,) int64, in nats.
+    """SPOD's loss over packed actions: (N, V) logits of any float dtype, the sampled `actions` (N,) int64; in nats.
 
-    `action_index` (N,) and `episode_index` (A,) int64 are nondecreasing from 0; `success` (E,) bool. `kl` and `floor` are
-    contributions: 0 where the other term acts, `floor_weight` excluded. The teacher is never differentiated.
-    ValueError names the place: shapes, tau0 outside (0, 1], a negative floor_weight; with `validate` (which waits for the
-    device) an empty action or episode, an index out of order, a token outside [0, V), a row with NaN, +inf or all -inf.
-    Source: arXiv 2610.25034, sections 3 and 4.
+    `action_index` (N,) and `episode_index` (A,) int64 are nondecreasing from 0; `success` (E,) bool. `kl` and `floor`
+    are contributions: 0 where the other term acts, `floor_weight` excluded. The teacher is never differentiated.
+    ValueError names the place: shapes, tau0 outside (0, 1], a negative floor_weight; with `validate` (which waits for
+    the device) an empty action or episode, an index out of order, a token outside [0, V), a row with NaN, +inf or all
+    -inf. Source: arXiv 2610.25034, sections 3 and 4.
     """
-    batch = (student_logits, teacher_logits.detach(), actions, action_index, episode_index, success)
-    _check(*batch, tau0, floor_weight, validate)
-    return SpodLoss(*_Spod.apply(*batch, tau0, floor_weight))
+    batch = _Batch(actions, action_index, episode_index, success, tau0, floor_weight)
+    _check(student_logits, teacher_logits, batch, validate)
+    return SpodLoss(*_Spod.apply(student_logits, teacher_logits.detach(), batch))
 
 
 def success_preserving_loss_and_grad(
@@ -62,94 +71,61 @@ def success_preserving_loss_and_grad(
 ) -> tuple[SpodLoss, Tensor]:
     """`success_preserving_loss` and d loss / d student_logits (N, V) in its dtype, without autograd.
 
-    `out` receives the gradient: (N, V) of the student's dtype, and may be `student_logits` itself. ValueError as the loss.
+    `out` receives the gradient: (N, V) of the student's dtype, `student_logits` itself too. ValueError as the loss.
     """
     student, teacher = student_logits.detach(), teacher_logits.detach()
-    _check(student, teacher, actions, action_index, episode_index, success, tau0, floor_weight, validate)
+    batch = _Batch(actions, action_index, episode_index, success, tau0, floor_weight)
+    _check(student, teacher, batch, validate)
     if out is None:
         out = torch.empty_like(student)
     elif out.shape != student.shape or out.dtype != student.dtype or out.device != student.device:
-        raise ValueError(f"spod: out is {tuple(out.shape)} {out.dtype}; {tuple(student.shape)} {student.dtype} is expected")
-    with torch.no_grad():
-        result, kl_weight, floor_weights = _forward(
-            student, teacher, actions, action_index, episode_index, success, tau0, floor_weight
+        raise ValueError(
+            f"spod: out is {tuple(out.shape)} {out.dtype}; {tuple(student.shape)} {student.dtype} is expected"
         )
-        rows.gradient_into(out.detach(), student, teacher, actions, kl_weight, floor_weights)
+    with torch.no_grad():
+        result, weights = _forward(student, teacher, batch)
+        rows.gradient_into(out.detach(), student, teacher, actions, weights)
     return result, out
 
 
 class _Spod(torch.autograd.Function):
-    """The loss with its closed-form gradient; `backward` is written in differentiable operations, so it differentiates twice."""
+    """The loss with its closed-form gradient, itself in differentiable operations: it differentiates twice."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        student: Tensor,
-        teacher: Tensor,
-        actions: Tensor,
-        action_index: Tensor,
-        episode_index: Tensor,
-        success: Tensor,
-        tau0: float,
-        floor_weight: float,
-    ) -> SpodLoss:
-        result, kl_weight, floor_weights = _forward(
-            student, teacher, actions, action_index, episode_index, success, tau0, floor_weight
-        )
-        ctx.save_for_backward(student, teacher, actions, kl_weight, floor_weights)
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, batch: _Batch) -> SpodLoss:
+        result, weights = _forward(student, teacher, batch)
+        ctx.save_for_backward(student, teacher, batch.actions, *weights)
         ctx.mark_non_differentiable(*result[1:])
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        student, teacher, actions, kl_weight, floor_weights = ctx.saved_tensors
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        student, teacher, actions, kl, floor = ctx.saved_tensors
         scale = grad_loss.double()
-        gradient = rows.gradient(student, teacher, actions, kl_weight * scale, floor_weights * scale)
-        return (gradient, *[None] * 7)
+        return rows.gradient(student, teacher, actions, rows.Weights(kl * scale, floor * scale)), None, None
 
 
-def _forward(
-    student: Tensor,
-    teacher: Tensor,
-    actions: Tensor,
-    action_index: Tensor,
-    episode_index: Tensor,
-    success: Tensor,
-    tau0: float,
-    floor_weight: float,
-) -> tuple[SpodLoss, Tensor, Tensor]:
-    """The result and, for each row (N,) float64, the weights of its `p - q` and of its `p - onehot`."""
+def _forward(student: Tensor, teacher: Tensor, batch: _Batch) -> tuple[SpodLoss, rows.Weights]:
+    actions, action_index, episode_index, success, tau0, floor_weight = batch
     row_kl, row_student, row_teacher = rows.statistics(student, teacher, actions)
-    count = episode_index.shape[0]
-    tokens = lengths(action_index, count)
+    tokens = lengths(action_index, episode_index.shape[0])
     l_p, l_q = rows.sum_by(row_student, tokens), rows.sum_by(row_teacher, tokens)
     # Row by row, so that equal rows tie exactly whatever the order of summation; inf - inf is NaN, and no protection.
     gate = success.bool()[episode_index] & (rows.sum_by(row_teacher - row_student, tokens) < 0)
     kl = torch.where(gate, 0.0, rows.sum_by(row_kl, tokens) / tokens)
     floor = torch.where(gate, (math.log(tau0) - l_p).clamp(min=0.0) / tokens, 0.0)
     weights = token_weights(action_index, episode_index, success.shape[0])
-    per_action = torch.where(gate, floor_weight * floor if floor_weight else 0.0, kl)
-    loss = rows.sum_by(weights, tokens) @ per_action
-    open_row, floor_row = ~gate[action_index], (gate & (l_p < math.log(tau0)))[action_index]
+    loss = rows.sum_by(weights, tokens) @ torch.where(gate, floor_weight * floor, kl)
+    open_rows, floor_rows = ~gate[action_index], (gate & (l_p < math.log(tau0)))[action_index]
     dtype = result_dtype(student)
     return (
         SpodLoss(loss.to(dtype), gate, l_p.to(dtype), l_q.to(dtype), kl.to(dtype), floor.to(dtype)),
-        torch.where(open_row, weights, 0.0),
-        torch.where(floor_row, floor_weight * weights, 0.0),
+        rows.Weights(torch.where(open_rows, weights, 0.0), torch.where(floor_rows, floor_weight * weights, 0.0)),
     )
 
 
-def _check(
-    student: Tensor,
-    teacher: Tensor,
-    actions: Tensor,
-    action_index: Tensor,
-    episode_index: Tensor,
-    success: Tensor,
-    tau0: float,
-    floor_weight: float,
-    validate: bool,
-) -> None:
+def _check(student: Tensor, teacher: Tensor, batch: _Batch, validate: bool) -> None:
+    actions, action_index, episode_index, success, tau0, floor_weight = batch
     if not 0.0 < tau0 <= 1.0:
         raise ValueError(f"spod: tau0 is {tau0}; it lies in (0, 1]")
     if not (math.isfinite(floor_weight) and floor_weight >= 0.0):
@@ -161,8 +137,50 @@ def _check(
         )
     if not (student.is_floating_point() and teacher.is_floating_point()):
         raise ValueError(f"spod: logits are {student.dtype} and {teacher.dtype}; floating point is expected")
-    if validate:
-        check_levels(action_index, episode_index, student.shape[0], success.shape[0])
-        refuse_where((actions < 0) | (actions >= student.shape[1]), actions, "spod: the token", f", outside [0, {student.shape[1]})")
-        rows_are_distributions(student, "spod: student_logits")
-        rows_are_distributions(teacher, "spod: teacher_logits")
+    if not validate:
+        return
+    check_levels(action_index, episode_index, student.shape[0], success.shape[0])
+    outside = (actions < 0) | (actions >= student.shape[1])
+    refuse_where(outside, actions, "spod: the token", f", outside [0, {student.shape[1]})")
+    rows_are_distributions(student, "spod: student_logits")
+    rows_are_distributions(teacher, "spod: teacher_logits")
+
+
+def success_preserving_loss_padded(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    actions: Tensor,
+    mask: Tensor,
+    success: Tensor,
+    *,
+    tau0: float = 0.5,
+    floor_weight: float = 1.0,
+) -> SpodLoss:
+    """`success_preserving_loss` of padded logits (E, S, T, V), `actions` and `mask` (E, S, T), `success` (E,) bool.
+
+    Positions at mask 0 are never read; an action without a position at mask 1 is padding, and the per-action fields
+    (A,) hold the others in order. ValueError as the packed form, and for a mask that is not 0 or 1.
+    """
+    if student_logits.ndim != 4 or actions.shape != student_logits.shape[:3]:
+        raise ValueError(
+            f"spod: shapes differ: student_logits {tuple(student_logits.shape)}, actions {tuple(actions.shape)}; "
+            "(E, S, T, V) and (E, S, T) are expected"
+        )
+    read = as_mask(mask, student_logits, "spod")
+    if read.shape != actions.shape or teacher_logits.shape != student_logits.shape:
+        raise ValueError(
+            f"spod: shapes differ: teacher_logits {tuple(teacher_logits.shape)}, mask {tuple(read.shape)}; "
+            f"{tuple(student_logits.shape)} and {tuple(actions.shape)} are expected"
+        )
+    real = read.any(-1)
+    number = real.flatten().cumsum(0).view(real.shape) - 1
+    return success_preserving_loss(
+        student_logits[read],
+        teacher_logits[read],
+        actions[read],
+        number.unsqueeze(-1).expand_as(read)[read],
+        real.nonzero()[:, 0],
+        success,
+        tau0=tau0,
+        floor_weight=floor_weight,
+    )

@@ -1,0 +1,129 @@
+"""The divergence of each row and its closed-form gradient, over full, top-k and renormalised distributions."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._distributions import chunk_rows, kl_divergence, log_mixture
+
+TAIL_CAP = -1e-7  # the log of the kept mass is capped here, as in the official SDPO code at 0e6d5106
+SMALLEST_TAIL = -math.expm1(TAIL_CAP)
+
+
+class Options(NamedTuple):
+    """Which divergence, and over which part of the vocabulary."""
+
+    divergence: str
+    mixture: float
+    top_k: int | None
+    tail: bool
+
+
+class RowDivergence(torch.autograd.Function):
+    """(N, V) student and teacher logits, (N,) rows to read -> (N,) float64 nats; the student differentiates twice."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, read: Tensor, options: Options) -> Tensor:
+        ctx.save_for_backward(student, teacher, read)
+        ctx.options = options
+        values = [_values(*_block(student, teacher, read, i, j), options) for i, j in chunk_rows(student)]
+        return torch.cat(values) if values else student.new_zeros(0, dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        student, teacher, read = ctx.saved_tensors
+        blocks: list[Tensor] = []
+        for i, j in chunk_rows(student):
+            rows = _gradients(*_block(student, teacher, read, i, j), ctx.options)
+            scale = grad[i:j, None]
+            blocks.append(torch.where(read[i:j, None] & (scale != 0), scale * rows, 0.0).to(student.dtype))
+        return (torch.cat(blocks) if blocks else torch.zeros_like(student), None, None, None)
+
+
+def _block(student: Tensor, teacher: Tensor, read: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    keep = read[start:stop, None]
+    return (
+        torch.where(keep, student[start:stop], 0.0).double(),
+        torch.where(keep, teacher[start:stop], 0.0).double(),
+    )
+
+
+class _Buckets(NamedTuple):
+    log: Tensor  # (n, K) log-probabilities, the tail last where there is one
+    excess: Tensor | float  # (n,) how far the probabilities sum above 1: not 0 only where the cap acts
+    capped: Tensor | None  # (n,)
+
+
+def _buckets(log_p: Tensor, kept: Tensor | None, tail: bool) -> _Buckets:
+    if kept is None:
+        return _Buckets(log_p, 0.0, None)
+    selected = log_p.gather(1, kept)
+    if not tail:
+        return _Buckets(selected.log_softmax(-1), 0.0, None)
+    rest = log_p.exp().scatter(1, kept, 0.0).sum(-1)  # summed, not 1 - the kept: a small tail keeps its digits
+    capped = rest < SMALLEST_TAIL
+    log_tail = rest.clamp(min=SMALLEST_TAIL).log()
+    excess = torch.where(capped, SMALLEST_TAIL - rest, 0.0)
+    return _Buckets(torch.cat([selected, log_tail[:, None]], dim=1), excess, capped)
+
+
+def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
+    kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
+    p = _buckets(student.log_softmax(-1), kept, options.tail)
+    q = _buckets(teacher.log_softmax(-1), kept, options.tail)
+    if options.divergence == "forward_kl":
+        return kl_divergence(q.log, p.log) + (q.excess - p.excess)
+    if options.divergence == "reverse_kl":
+        return kl_divergence(p.log, q.log) + (p.excess - q.excess)
+    a = options.mixture
+    mixed = log_mixture(p.log, q.log, a)
+    mixed_excess = (1.0 - a) * p.excess + a * q.excess
+    student_part = kl_divergence(p.log, mixed) + (p.excess - mixed_excess)
+    teacher_part = kl_divergence(q.log, mixed) + (q.excess - mixed_excess)
+    return (1.0 - a) * student_part + a * teacher_part
+
+
+def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
+    """With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0."""
+    kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
+    log_p = student.log_softmax(-1)
+    p, q = _buckets(log_p, kept, options.tail), _buckets(teacher.log_softmax(-1), kept, options.tail)
+    weighted = _bucket_gradients(p.log, q.log, options)
+    if p.capped is not None:
+        weighted = torch.cat([weighted[:, :-1], torch.where(p.capped[:, None], 0.0, weighted[:, -1:])], dim=1)
+    total = weighted.sum(-1, keepdim=True)
+    if kept is None:
+        gradient = weighted - p.log.exp() * total
+    elif not options.tail:
+        inside = weighted - p.log.exp() * total
+        gradient = torch.zeros_like(log_p).scatter(1, kept, inside)
+    else:
+        outside = torch.ones_like(log_p, dtype=torch.bool).scatter(1, kept, False)
+        of_tail = weighted[:, -1:] / p.log[:, -1:].exp()
+        gradient = log_p.exp() * (torch.where(outside, of_tail, 0.0) - total)
+        gradient = gradient.scatter_add(1, kept, weighted[:, :-1])
+    return torch.where(torch.isfinite(total), gradient, torch.nan)
+
+
+def _bucket_gradients(log_p: Tensor, log_q: Tensor, options: Options) -> Tensor:
+    """`p_b dD/dp_b` of each bucket; 0 where p_b is 0 and the divergence does not read it."""
+    if options.divergence == "forward_kl":
+        return -log_q.exp()
+    p = log_p.exp()
+    if options.divergence == "reverse_kl":
+        return p * (torch.where(p > 0, log_p - log_q, 0.0) + 1.0)
+    mixed = log_mixture(log_p, log_q, options.mixture)
+    return (1.0 - options.mixture) * p * torch.where(p > 0, log_p - mixed, 0.0)
+
+
+def lowest_top_k(logits: Tensor, k: int) -> Tensor:
+    """Indices (n, k), ascending, of the k largest of each row of (n, V); ties go to the lowest index everywhere."""
+    threshold = logits.topk(k, dim=-1).values[:, -1:]
+    above, level = logits > threshold, logits == threshold
+    room = k - above.sum(-1, keepdim=True)
+    keep = above | (level & (level.cumsum(-1) <= room))
+    slot = torch.where(keep, keep.cumsum(-1) - 1, k)  # what is not kept goes to one slot too many
+    entry = torch.arange(logits.shape[1], device=logits.device).expand_as(slot)
+    return torch.zeros(logits.shape[0], k + 1, dtype=torch.int64, device=logits.device).scatter_(1, slot, entry)[:, :k]
