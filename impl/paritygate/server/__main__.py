@@ -1,0 +1,51 @@
+"""`python -m paritygate.server`: serve one model until interrupted."""
+
+import argparse
+import json
+import signal
+import sys
+import threading
+
+from paritygate.errors import ParityGateError
+from paritygate.server.running import DTYPES, start
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, serve, return the exit code (0 after SIGINT or SIGTERM)."""
+    parser = argparse.ArgumentParser(prog="python -m paritygate.server", description=__doc__)
+    parser.add_argument("--model", required=True, help="tiny, smollm2, or a local transformers folder (safetensors)")
+    parser.add_argument("--port", type=int, default=0, help="0, the default, takes a free one")
+    parser.add_argument("--api-key", help="must start with tml-; the default is a fresh random one")
+    parser.add_argument("--state", metavar="DIR", help="where saved states live (default: gone with the server)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads for the model (default 1)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the frozen weights (default float32)")
+    args = parser.parse_args(argv)
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        running = start(
+            args.model,
+            port=args.port,
+            api_key=args.api_key,
+            state_dir=args.state,
+            threads=args.threads,
+            dtype=args.dtype,
+        )
+    except ParityGateError as error:
+        print(f"paritygate.server: {error}", file=sys.stderr)
+        return error.exit_code
+    ready = {
+        "base_url": running.base_url,
+        "api_key": running.api_key,
+        "model": running.model_name,
+        "tokenizer": str(running.tokenizer),
+    }
+    print(json.dumps(ready), flush=True)
+    stopped.wait()
+    running.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

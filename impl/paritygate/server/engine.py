@@ -1,0 +1,382 @@
+"""One thread that owns the model: it mixes decoding, prefilling and training, one bounded piece at a time."""
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paritygate.server.cache import CachedAttention, PrefixCache, Sequence, Span
+from paritygate.server.limits import Limits, RequestError
+from paritygate.server.lora import Snapshot, Weights
+from paritygate.server.network import MIN_ROWS, Network
+from paritygate.server.sampling import Decoder, SamplingParams, StopCheck, draw, log_normalizer, top_logprobs
+from paritygate.server.scoring import PromptScores, Scoring, score_prompt
+
+
+@dataclass
+class Sampled:
+    """One finished sample: ids, their logprobs in nats at temperature 1, and whether a stop ended it."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top: list[tuple[list[int], list[float]]] = field(default_factory=list[tuple[list[int], list[float]]])
+    stopped: bool = False
+
+
+@dataclass
+class SampleResult:
+    """Everything that one sample request returns."""
+
+    samples: list[Sampled]
+    scores: PromptScores | None
+    cached_tokens: int
+
+
+@dataclass
+class SampleJob:
+    """A sample request inside the engine."""
+
+    prompt: list[int]
+    params: SamplingParams
+    num_samples: int
+    snapshot: Snapshot
+    scoring: Scoring | None
+    top_k: int
+    future: "Future[SampleResult]"
+    cancelled: bool = False
+    sequence: Sequence | None = None
+    cached_tokens: int = 0
+    scores: PromptScores | None = None
+    started: int = 0
+    finished: dict[int, Sampled] = field(default_factory=dict[int, Sampled])
+
+    def capacity(self) -> int:
+        return len(self.prompt) + self.params.max_tokens
+
+
+@dataclass
+class Row:
+    """One sample being decoded: its sequence holds the prompt and everything drawn but the last token."""
+
+    job: SampleJob
+    index: int
+    sequence: Sequence
+    stop: StopCheck
+    sampled: Sampled = field(default_factory=Sampled)
+
+
+@dataclass
+class Batch:
+    """One packed pass: spans of rows, who owns each, and which rows go through which weights."""
+
+    spans: list[Span] = field(default_factory=list[Span])
+    owners: list[Row | SampleJob] = field(default_factory=list[Row | SampleJob])
+    ranges: list[tuple[int, int, Weights]] = field(default_factory=list[tuple[int, int, Weights]])
+
+
+@dataclass
+class Task:
+    """Work on the engine's thread that is not sampling; it yields between bounded pieces and returns a result."""
+
+    steps: Iterator[None]
+    result: Callable[[], Any]
+    future: "Future[Any]"
+
+
+class Engine:
+    """Owns the network, the prefix cache and the thread; every public method may be called from any thread."""
+
+    def __init__(self, network: Network, limits: Limits, decoder: Decoder | None, threads: int) -> None:
+        self.network = network
+        self.limits = limits
+        self.decoder = decoder
+        self.threads = threads
+        self.prefix = PrefixCache(limits.prefix_cache_bytes)
+        self.steps = 0
+        self._inbox: queue.SimpleQueue[SampleJob | Task | None] = queue.SimpleQueue()
+        self._waiting: deque[SampleJob] = deque()
+        self._prefilling: list[SampleJob] = []
+        self._forking: deque[SampleJob] = deque()
+        self._rows: list[Row] = []
+        self._tasks: deque[Task] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="paritygate-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the piece in hand, fail what waits, and join the thread."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def submit(self, job: SampleJob) -> None:
+        self._inbox.put(job)
+
+    def run(self, steps: Iterator[None], result: Callable[[], Any]) -> "Future[Any]":
+        """Queue a generator of bounded pieces of work; its future gets `result()` once it is exhausted."""
+        task = Task(steps, result, Future())
+        self._inbox.put(task)
+        return task.future
+
+    def load(self) -> dict[str, int]:
+        """Counts and bytes for the health report."""
+        return {
+            "rows": len(self._rows),
+            "waiting": len(self._waiting),
+            "steps": self.steps,
+            "prefix_cache_bytes": self.prefix.bytes,
+            "prefix_hit_tokens": self.prefix.hits,
+        }
+
+    # ------------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        torch.set_num_threads(self.threads)
+        while not self._stopping:
+            idle = not (self._rows or self._waiting or self._prefilling or self._forking or self._tasks)
+            self._receive(block=idle)
+            if self._stopping:
+                break
+            self._advance_task()
+            try:
+                with torch.no_grad():
+                    self._advance_samples()
+            except Exception as error:  # one bad batch must not end the service: its own requests fail
+                self._fail_samples(error)
+        self._shut_down()
+
+    def _receive(self, *, block: bool) -> None:
+        while True:
+            try:
+                item = self._inbox.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            if item is None:
+                self._stopping = True
+                return
+            if isinstance(item, Task):
+                self._tasks.append(item)
+            else:
+                self._waiting.append(item)
+
+    def _advance_task(self) -> None:
+        if not self._tasks:
+            return
+        task = self._tasks[0]
+        try:
+            next(task.steps)
+            return
+        except StopIteration:
+            outcome: Any = None
+            try:
+                outcome = task.result()
+            except Exception as error:
+                task.future.set_exception(error)
+            else:
+                task.future.set_result(outcome)
+        except Exception as error:
+            task.future.set_exception(error)
+        self._tasks.popleft()
+
+    def _advance_samples(self) -> None:
+        self._drop_cancelled()
+        self._fork_rows()
+        self._take_waiting()
+        batch = self._plan()
+        if batch.spans:
+            hidden = self._forward(batch)
+            self.steps += 1
+            done: list[tuple[Row, Tensor]] = []
+            for span, owner in zip(batch.spans, batch.owners, strict=True):
+                rows = hidden[span.row : span.row + span.count]
+                span.sequence.hidden[span.start : span.start + span.count] = rows
+                span.sequence.done = span.start + span.count
+                if isinstance(owner, Row):
+                    done.append((owner, rows[-1]))
+            self._choose(done)
+        for job in [j for j in self._prefilling if _prefilled(j)]:
+            self._prefilling.remove(job)
+            self._finish_prefill(job)
+        self._fork_rows()
+
+    # ------------------------------------------------------------------ planning one pass
+
+    def _take_waiting(self) -> None:
+        """Admit waiting jobs in their order while the prefill budget and memory last."""
+        while self._waiting:
+            left = sum(len(j.prompt) - j.sequence.done for j in self._prefilling if j.sequence is not None)
+            if left >= self.limits.prefill_tokens or not self._admit(self._waiting[0]):
+                return
+            self._prefilling.append(self._waiting.popleft())
+
+    def _admit(self, job: SampleJob) -> bool:
+        """Give a job its sequence, if memory allows and no job in hand is computing the prefix that it would share."""
+        page = self.prefix.next_page(job.prompt, 0, job.snapshot.version)
+        for other in self._prefilling:
+            assert other.sequence is not None
+            if page is not None and page == self.prefix.next_page(
+                other.prompt, other.sequence.done, other.snapshot.version
+            ):
+                return False
+        sequence = Sequence(self.network.shape, self.network.dtype, job.prompt, job.capacity())
+        used = self._active_bytes()
+        if used and used + sequence.bytes() > self.limits.active_cache_bytes:
+            return False
+        job.cached_tokens = self.prefix.fill(sequence, job.snapshot.version)
+        job.sequence = sequence
+        return True
+
+    def _active_bytes(self) -> int:
+        jobs = [j.sequence for j in [*self._prefilling, *self._forking] if j.sequence is not None]
+        return sum(s.bytes() for s in [*jobs, *(row.sequence for row in self._rows)])
+
+    def _plan(self) -> "Batch":
+        """Lay out one pass: a token for every row, then prompt pieces within the budget; grouped by weights version.
+
+        Every version gets MIN_ROWS rows, so that its low-rank products keep their bits too.
+        """
+        pieces: list[tuple[Row | SampleJob, Sequence, int]] = [(row, row.sequence, 1) for row in self._rows]
+        budget = self.limits.prefill_tokens
+        for job in self._prefilling:
+            assert job.sequence is not None
+            count = min(budget, len(job.prompt) - job.sequence.done)
+            budget -= count
+            if count:
+                pieces.append((job, job.sequence, count))
+        batch, row = Batch(), 0
+        pieces.sort(key=lambda piece: _snapshot(piece[0]).version)
+        for _, group in itertools.groupby(pieces, key=lambda piece: _snapshot(piece[0]).version):
+            start, owner = row, None
+            for owner, sequence, count in group:
+                batch.spans.append(Span(sequence, row, sequence.done, count))
+                batch.owners.append(owner)
+                row += count
+            assert owner is not None
+            row = max(row, start + MIN_ROWS)
+            batch.ranges.append((start, row, _snapshot(owner)))
+        return batch
+
+    def _forward(self, batch: "Batch") -> Tensor:
+        total = batch.ranges[-1][1]
+        tokens = torch.zeros(total, dtype=torch.long)
+        positions = torch.zeros(total, dtype=torch.long)
+        for span in batch.spans:
+            ids = span.sequence.tokens[span.start : span.start + span.count]
+            tokens[span.row : span.row + span.count] = torch.tensor(ids)
+            positions[span.row : span.row + span.count] = torch.arange(span.start, span.start + span.count)
+        return self.network.forward(tokens, positions, batch.ranges, CachedAttention(batch.spans))
+
+    # ------------------------------------------------------------------ after a pass
+
+    def _finish_prefill(self, job: SampleJob) -> None:
+        assert job.sequence is not None
+        self.prefix.store(job.sequence, job.snapshot.version)
+        if job.scoring is not None:
+            job.scores = score_prompt(self.network, job.sequence, job.snapshot, job.scoring)
+        self._forking.append(job)
+
+    def _fork_rows(self) -> None:
+        """Start samples of prefilled jobs while rows and memory allow; the first token needs no further pass."""
+        fresh: list[tuple[Row, Tensor]] = []
+        while self._forking and len(self._rows) + len(fresh) < self.limits.rows:
+            job = self._forking[0]
+            assert job.sequence is not None
+            last = job.started + 1 == job.num_samples
+            used = self._active_bytes() + sum(row.sequence.bytes() for row, _ in fresh)
+            if not last and (self._rows or fresh) and used + job.sequence.bytes() > self.limits.active_cache_bytes:
+                break
+            capacity = job.capacity()
+            sequence = job.sequence if last else job.sequence.fork(self.network.shape, self.network.dtype, capacity)
+            row = Row(job, job.started, sequence, StopCheck(job.params, self.decoder))
+            fresh.append((row, sequence.hidden[len(job.prompt) - 1]))
+            job.started += 1
+            if last:
+                job.sequence = None
+                self._forking.popleft()
+        self._rows.extend(row for row, _ in fresh)
+        self._choose(fresh)
+
+    def _choose(self, rows: list[tuple[Row, Tensor]]) -> None:
+        """Draw the next token of each row from its last hidden state; rows that end leave."""
+        by_version: dict[str, list[tuple[Row, Tensor]]] = {}
+        for row, hidden in rows:
+            by_version.setdefault(row.job.snapshot.version, []).append((row, hidden))
+        for group in by_version.values():
+            stacked = torch.stack([hidden for _, hidden in group])
+            if len(group) < MIN_ROWS:
+                stacked = torch.cat([stacked, stacked.new_zeros(MIN_ROWS - len(group), stacked.shape[1])])
+            logits = self.network.head(stacked, [(0, stacked.shape[0], group[0][0].job.snapshot)])
+            for (row, _), logits_V in zip(group, logits, strict=False):
+                self._append(row, logits_V)
+
+    def _append(self, row: Row, logits_V: Tensor) -> None:
+        params, sampled = row.job.params, row.sampled
+        position = len(sampled.tokens)
+        token = draw(logits_V, params, row.index, position)
+        sampled.tokens.append(token)
+        sampled.logprobs.append(float(logits_V[token].float() - log_normalizer(logits_V)))
+        if row.job.top_k:
+            sampled.top.append(top_logprobs(logits_V, row.job.top_k))
+        sampled.stopped = row.stop.ended_by(token)
+        if sampled.stopped or len(sampled.tokens) >= params.max_tokens:
+            self._finish_row(row)
+        else:
+            row.sequence.tokens.append(token)
+
+    def _finish_row(self, row: Row) -> None:
+        self._rows.remove(row)
+        job = row.job
+        if row.sequence.done > len(job.prompt):
+            self.prefix.store(row.sequence, job.snapshot.version)
+        job.finished[row.index] = row.sampled
+        if len(job.finished) == job.num_samples and not job.future.done():
+            samples = [job.finished[index] for index in range(job.num_samples)]
+            job.future.set_result(SampleResult(samples, job.scores, job.cached_tokens))
+
+    # ------------------------------------------------------------------ ends
+
+    def _drop_cancelled(self) -> None:
+        self._waiting = deque(job for job in self._waiting if not job.cancelled)
+        self._prefilling = [job for job in self._prefilling if not job.cancelled]
+        self._forking = deque(job for job in self._forking if not job.cancelled)
+        self._rows = [row for row in self._rows if not row.job.cancelled]
+
+    def _fail_samples(self, error: Exception) -> None:
+        for job in {id(j): j for j in [*self._prefilling, *self._forking, *(r.job for r in self._rows)]}.values():
+            if not job.future.done():
+                job.future.set_exception(error)
+        self._prefilling, self._rows = [], []
+        self._forking.clear()
+
+    def _shut_down(self) -> None:
+        error = RequestError("the server is stopping", 503)
+        self._fail_samples(error)
+        for job in self._waiting:
+            if not job.future.done():
+                job.future.set_exception(error)
+        for task in self._tasks:
+            task.future.set_exception(error)
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if item is not None and not item.future.done():
+                item.future.set_exception(error)
+        self._waiting.clear()
+        self._tasks.clear()
+        self.prefix.clear()
+
+
+def _snapshot(owner: Row | SampleJob) -> Snapshot:
+    return owner.job.snapshot if isinstance(owner, Row) else owner.snapshot
+
+
+def _prefilled(job: SampleJob) -> bool:
+    return job.sequence is not None and job.sequence.done >= len(job.prompt)

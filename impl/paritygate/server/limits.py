@@ -1,0 +1,38 @@
+"""What a request may ask for, and the error that says which limit it met."""
+
+from dataclasses import dataclass
+
+from paritygate.errors import BadInputError
+
+
+class RequestError(BadInputError):
+    """A request that cannot be served: `status` is the HTTP status, the message says what to change."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one server; every one has an error that names it. Bytes, tokens, seconds and counts as named."""
+
+    request_bytes: int = 64 * 1024 * 1024
+    samples_per_request: int = 256
+    waiting_samples: int = 4096
+    datums_per_request: int = 1024
+    top_logprobs: int = 128
+    scored_cells: int = 1_048_576
+    adapters: int = 16
+    lora_rank: int = 256
+    sessions: int = 1024
+    samplers: int = 64
+    rows: int = 64
+    prefill_tokens: int = 512
+    train_tokens: int = 768
+    active_cache_bytes: int = 4 * 1024**3
+    prefix_cache_bytes: int = 2 * 1024**3
+    result_bytes: int = 512 * 1024**2
+    poll_seconds: float = 30.0
+    out_of_order_seconds: float = 60.0
+    session_seconds: float = 600.0

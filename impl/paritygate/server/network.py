@@ -1,0 +1,171 @@
+"""A transformers causal LM run on packed rows: any mix of sequences, positions and adapters in one forward pass.
+
+Every row's result has the same bits whatever else is in the batch (design/030): rows are never fewer than
+`MIN_ROWS`, and attention is computed sequence by sequence over key ranges that depend on the row's position only.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from paritygate.errors import BadInputError
+from paritygate.server.lora import BASE, LoraLinear, Routes, Target, Weights, apply_linear
+
+MIN_ROWS = 16  # with fewer rows a CPU matrix product takes another path and other last bits
+ATTENTION_ROWS = 8  # the same for the products inside attention (queries of one key/value head)
+BLOCK = 64  # keys are attended in whole blocks: a row at position p sees ceil((p + 1) / BLOCK) of them, masked
+
+
+class Attention(Protocol):
+    """Attention of one forward pass: q (H, T, D), k and v (K, T, D) -> (H, T, D); `scale` multiplies the scores."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that the cache needs, and the longest sequence."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocabulary: int
+    context: int
+    end_tokens: frozenset[int]
+
+
+class Network:
+    """One loaded model; not thread-safe: one thread runs it."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import AutoModelForCausalLM
+
+        _register_attention()
+        self.folder = folder
+        self.dtype = dtype
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, attn_implementation=_NAME
+        )
+        self.model: nn.Module = cast(nn.Module, model).eval().requires_grad_(False)
+        self.shape = _shape(model.config, model.generation_config)
+        self.routes = Routes()
+        self._attention: Attention | None = None
+        self.body: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model.model
+        head = cast(nn.Linear, model.get_output_embeddings())
+        self.head_weight, self.head_bias = head.weight, head.bias
+        self.targets = self._adapt(model)
+
+    def _adapt(self, model: Any) -> list[Target]:
+        """Replace every linear layer of the body by one that adapters can reach; list what can be adapted."""
+        targets: list[Target] = []
+        for name, module in list(self.body.named_modules()):
+            if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
+                module._paritygate_network = self  # pyright: ignore[reportAttributeAccessIssue]
+            if not isinstance(module, nn.Linear):
+                continue
+            kind = "attn" if "attn" in name else "mlp" if "mlp" in name else None
+            if kind is None:
+                raise BadInputError(
+                    f"{self.folder}: layer {name} is neither attention nor MLP: this model is not known"
+                )
+            parent, _, leaf = name.rpartition(".")
+            setattr(self.body.get_submodule(parent), leaf, LoraLinear(module, name, self.routes))
+            targets.append(Target(name, kind, module.in_features, module.out_features))
+        targets.append(Target("unembed", "unembed", self.shape.hidden, self.shape.vocabulary))
+        return targets
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, ranges: list[tuple[int, int, Weights]], attention: Attention
+    ) -> Tensor:
+        """(T,) ids at (T,) positions -> (T, hidden) final hidden states."""
+        self.routes.ranges = ranges
+        self._attention = attention
+        try:
+            out = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+            return out.last_hidden_state[0]
+        finally:
+            self.routes.ranges = []
+            self._attention = None
+
+    def head(self, hidden: Tensor, ranges: list[tuple[int, int, Weights]]) -> Tensor:
+        """(M, hidden) -> (M, vocabulary) logits; the caller sees to M >= MIN_ROWS."""
+        return apply_linear(hidden, self.head_weight, self.head_bias, "unembed", ranges)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        assert self._attention is not None, "attention outside a forward pass of the network"
+        return self._attention.attend(layer, q, k, v, scale)
+
+
+class PlainAttention:
+    """Causal attention of whole sequences laid end to end, differentiable; `lengths` sum to T."""
+
+    def __init__(self, lengths: Seq[int]) -> None:
+        self.lengths = list(lengths)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        outs = [
+            nn.functional.scaled_dot_product_attention(
+                qi[None], ki[None], vi[None], is_causal=True, scale=scale, enable_gqa=q.shape[0] != k.shape[0]
+            )[0]
+            for qi, ki, vi in zip(
+                q.split(self.lengths, 1), k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True
+            )
+        ]
+        return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
+
+
+_NAME = "paritygate_packed"
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    network = cast(Network, module._paritygate_network)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = network.attend(cast(int, module.layer_idx), query[0], key[0], value[0], scale)
+    return out.transpose(0, 1)[None], None
+
+
+def _register_attention() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if _NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, _packed_attention)
+
+
+_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "num_experts")
+
+
+def _shape(config: Any, generation: Any) -> Shape:
+    """Read the sizes; raise BadInputError for what the packed attention would get wrong."""
+    for name in _UNSUPPORTED:
+        if getattr(config, name, None) not in (None, 0, 1, 1.0):
+            raise BadInputError(f"model type {config.model_type}: its config sets {name}, which is not supported")
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"} or getattr(config, "use_sliding_window", False):
+        raise BadInputError(f"model type {config.model_type}: only full causal attention is supported")
+    heads = config.num_attention_heads
+    ends = generation.eos_token_id if generation and generation.eos_token_id is not None else config.eos_token_id
+    return Shape(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        context=config.max_position_embeddings,
+        end_tokens=frozenset([ends] if isinstance(ends, int) else ends or []),
+    )
+
+
+__all__ = ["ATTENTION_ROWS", "BASE", "BLOCK", "MIN_ROWS", "Attention", "Network", "PlainAttention", "Shape"]

@@ -1,0 +1,141 @@
+"""Promises: what a client polls for. Results stay until they are fetched and a while after, within a memory bound."""
+
+import asyncio
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from paritygate.errors import ParityGateError
+from paritygate.server.limits import Limits
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A finished answer: JSON text or protobuf bytes."""
+
+    body: bytes
+    media_type: str
+
+
+@dataclass
+class Promise:
+    """One piece of work that a client may ask for by `id`."""
+
+    id: str
+    session: str
+    answer: dict[str, Any]
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    payload: Payload | None = None
+    error: tuple[str, str] | None = None
+    cancel: Callable[[], None] | None = None
+    finished: float = 0.0
+
+    @property
+    def pending(self) -> bool:
+        return self.payload is None and self.error is None
+
+
+class Promises:
+    """All promises of a server; used on its event loop only."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.bytes = 0
+        self._promises: OrderedDict[str, Promise] = OrderedDict()
+        self._gone: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._promises)
+
+    def create(self, session: str) -> Promise:
+        promise = Promise(uuid.uuid4().hex, session, {})
+        promise.answer = {"request_id": promise.id}
+        self._promises[promise.id] = promise
+        return promise
+
+    def get(self, promise_id: str) -> Promise | None:
+        return self._promises.get(promise_id)
+
+    def gone(self, promise_id: str) -> bool:
+        """Whether a promise of that id was known once."""
+        return promise_id in self._gone
+
+    def follow(self, promise: Promise, future: "Future[Any]", encode: Callable[[Any], Payload]) -> None:
+        """Settle the promise on the event loop when the engine settles the future."""
+        loop = asyncio.get_running_loop()
+
+        def settle() -> None:
+            error = None if future.cancelled() else future.exception()
+            if future.cancelled():
+                self.fail(promise, "the request was cancelled", "user")
+            elif error is not None:
+                self.fail_with(promise, error)
+            else:
+                try:
+                    self.fulfil(promise, encode(future.result()))
+                except Exception as problem:
+                    self.fail_with(promise, problem)
+
+        def on_done(_: "Future[Any]") -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle)
+
+        future.add_done_callback(on_done)
+
+    def fulfil(self, promise: Promise, payload: Payload) -> None:
+        promise.payload = payload
+        self.bytes += len(payload.body)
+        self._settled(promise)
+
+    def fail_with(self, promise: Promise, error: BaseException) -> None:
+        """Fail with an exception: a RequestError is the client's, anything else the server's."""
+        if isinstance(error, ParityGateError):
+            self.fail(promise, str(error), "user" if getattr(error, "status", 500) < 500 else "server")
+        else:
+            self.fail(promise, f"a bug of the server: {type(error).__name__}: {error}", "server")
+
+    def fail(self, promise: Promise, message: str, category: str) -> None:
+        promise.error = (message, category)
+        self._settled(promise)
+
+    def drop(self, promise: Promise) -> None:
+        """Forget a promise, and cancel its work if it is under way."""
+        if self._promises.pop(promise.id, None) is None:
+            return
+        if promise.payload is not None:
+            self.bytes -= len(promise.payload.body)
+        if promise.pending and promise.cancel is not None:
+            promise.cancel()
+        if promise.pending:
+            promise.error = ("the request was dropped", "user")
+            promise.event.set()
+        self._gone[promise.id] = None
+        while len(self._gone) > 65536:
+            self._gone.popitem(last=False)
+
+    def drop_session(self, session: str) -> None:
+        for promise in [p for p in self._promises.values() if p.session == session]:
+            self.drop(promise)
+
+    def _settled(self, promise: Promise) -> None:
+        promise.finished = time.monotonic()
+        promise.cancel = None
+        promise.event.set()
+        if promise.id not in self._promises:
+            return
+        self._promises.move_to_end(promise.id)
+        for old in [p for p in self._promises.values() if not p.pending]:
+            if self.bytes <= self.limits.result_bytes:
+                break
+            if old is not promise:
+                self.drop(old)
+
+    def expire(self, seconds: float) -> None:
+        """Forget answers that are older than `seconds`."""
+        now = time.monotonic()
+        for promise in [p for p in self._promises.values() if not p.pending and now - p.finished > seconds]:
+            self.drop(promise)

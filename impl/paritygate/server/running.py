@@ -1,0 +1,137 @@
+"""Start and stop a server in this process."""
+
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paritygate.errors import BackendError, BadInputError
+from paritygate.server.limits import Limits
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from paritygate.server.engine import Engine
+    from paritygate.server.service import Service
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass
+class Running:
+    """A server that answers at `base_url`; `stop()` ends it and frees everything."""
+
+    base_url: str
+    api_key: str
+    model_name: str
+    tokenizer: Path
+    service: "Service"
+    _engine: "Engine"
+    _server: "uvicorn.Server"
+    _thread: threading.Thread
+    _scratch: Path | None
+
+    def stop(self) -> None:
+        """Stop taking requests, fail what waits, join both threads; a second call does nothing."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._engine.stop()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Block until the server has ended."""
+        self._thread.join()
+
+
+def start(
+    model: str,
+    *,
+    port: int = 0,
+    api_key: str | None = None,
+    state_dir: str | Path | None = None,
+    threads: int = 1,
+    dtype: str = "float32",
+    limits: Limits | None = None,
+) -> Running:
+    """Load `model` ("tiny", "smollm2" or a transformers folder) and serve it on 127.0.0.1.
+
+    Port 0 takes a free one; no key makes one; no `state_dir` keeps saved states in a folder that goes with the server.
+    One CPU thread runs the model unless `threads` says more; results are the same bits only at the same number.
+    Raises BadInputError for an unusable model, key, dtype or port.
+    """
+    import torch
+    import uvicorn
+
+    from paritygate.server import models
+    from paritygate.server.app import build_app
+    from paritygate.server.engine import Engine
+    from paritygate.server.network import Network
+    from paritygate.server.service import Service
+    from paritygate.server.store import Store
+
+    key = _check_key(api_key)
+    if dtype not in DTYPES:
+        raise BadInputError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    if threads < 1:
+        raise BadInputError(f"--threads {threads}: at least 1")
+    limits = limits or Limits()
+    listener = _listen(port)
+    scratch = None if state_dir is not None else Path(tempfile.mkdtemp(prefix="paritygate-server-"))
+    try:
+        source = models.resolve(model)
+        network = Network(source.folder, getattr(torch, dtype))
+        engine = Engine(network, limits, _tokenizer(source.folder), threads)
+        service = Service(engine, Store(scratch or Path(str(state_dir))), limits, source.name)
+        config = uvicorn.Config(
+            build_app(service, key), log_level="error", lifespan="on", timeout_graceful_shutdown=5, loop="asyncio"
+        )
+    except BaseException:
+        listener.close()
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="paritygate-http", daemon=True)
+    engine.start()
+    thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise BackendError("the embedded server ended while starting")
+        time.sleep(0.01)
+    base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    return Running(base_url, key, source.name, source.folder, service, engine, server, thread, scratch)
+
+
+def _check_key(api_key: str | None) -> str:
+    if api_key is None:
+        return "tml-" + secrets.token_hex(16)
+    if not api_key.startswith("tml-") or not api_key.isascii():
+        raise BadInputError("--api-key: the SDK takes only keys that start with tml-")
+    return api_key
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise BadInputError(f"--port {port}: cannot listen on 127.0.0.1 ({error})") from error
+    return listener
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, for stop strings; None if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,100 @@
+"""Logprobs of prompt tokens from final hidden states, without a full log-softmax where only chosen ids are asked."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paritygate.server.cache import Sequence
+from paritygate.server.lora import Snapshot
+from paritygate.server.network import MIN_ROWS, Network
+from paritygate.server.sampling import log_normalizer, top_logprobs, uniform
+
+CHUNK = 128  # rows of logits held at once
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What to score: row i of every list is about prompt token i + 1.
+
+    `own` asks for the prompt's own tokens from position `first` on, `top_k` for the most likely ids there,
+    `targets` for given ids (row -> ids), `alternatives` for that many draws at every position.
+    """
+
+    own: bool
+    first: int
+    top_k: int = 0
+    targets: tuple[tuple[int, ...], ...] | None = None
+    alternatives: int = 0
+    temperature: float = 1.0
+    seed: int = 0
+
+    def rows(self, length: int) -> range:
+        """The hidden rows that are needed."""
+        starts = [self.first - 1] if self.own or self.top_k else []
+        if self.targets is not None:
+            starts.append(next((i for i, ids in enumerate(self.targets) if ids), length - 1))
+        if self.alternatives:
+            starts.append(0)
+        return range(min(starts, default=length - 1), length - 1)
+
+
+@dataclass
+class PromptScores:
+    """Logprobs in nats; position 0 has none. `own[i]`, `top[i]` are about token i, `targets[i]` about token i + 1."""
+
+    own: list[float | None]
+    top: list[tuple[list[int], list[float]] | None]
+    targets: list[list[float]]
+    alternatives: list[tuple[list[int], list[float]]]
+
+
+def score_prompt(network: Network, sequence: Sequence, snapshot: Snapshot, scoring: Scoring) -> PromptScores:
+    """Score a prompt whose hidden states are all computed."""
+    tokens = sequence.tokens
+    scores = PromptScores([None] * len(tokens), [None] * len(tokens), [], [])
+    if scoring.targets is not None:
+        scores.targets = [[] for _ in range(len(tokens) - 1)]
+    needed = scoring.rows(len(tokens))
+    for start in range(needed.start, needed.stop, CHUNK):
+        stop = min(start + CHUNK, needed.stop)
+        logits = head_rows(network, sequence.hidden[start:stop], snapshot)
+        for row in range(start, stop):
+            _score_row(scores, scoring, row, tokens[row + 1], logits[row - start])
+    return scores
+
+
+def head_rows(network: Network, hidden: Tensor, snapshot: Snapshot) -> Tensor:
+    """(M, hidden) -> (M, vocabulary) logits with the bits that they have in any batch."""
+    count = hidden.shape[0]
+    if count < MIN_ROWS:
+        hidden = torch.cat([hidden, hidden.new_zeros(MIN_ROWS - count, hidden.shape[1])])
+    return network.head(hidden, [(0, hidden.shape[0], snapshot)])[:count]
+
+
+def _score_row(scores: PromptScores, scoring: Scoring, row: int, token: int, logits_V: Tensor) -> None:
+    normalizer = log_normalizer(logits_V)
+    if scoring.own and row + 1 >= scoring.first:
+        scores.own[row + 1] = float(logits_V[token].float() - normalizer)
+    if scoring.top_k and row + 1 >= scoring.first:
+        scores.top[row + 1] = top_logprobs(logits_V, scoring.top_k)
+    if scoring.targets is not None and scoring.targets[row]:
+        ids = torch.tensor(scoring.targets[row])
+        scores.targets[row] = (logits_V[ids].float() - normalizer).tolist()
+    if scoring.alternatives:
+        scores.alternatives.append(_draw_alternatives(scoring, row, logits_V, normalizer))
+
+
+def _draw_alternatives(
+    scoring: Scoring, row: int, logits_V: Tensor, normalizer: Tensor
+) -> tuple[list[int], list[float]]:
+    if scoring.temperature == 0:
+        ids = [int(torch.argmax(logits_V))] * scoring.alternatives
+    else:
+        scaled = logits_V.double() / scoring.temperature
+        total = torch.cumsum(torch.exp(scaled - scaled.max()), 0)
+        # A stream apart from the samples' own: their indices are never negative.
+        points = [uniform(scoring.seed, -1 - k, row) * float(total[-1]) for k in range(scoring.alternatives)]
+        ids = torch.searchsorted(total, torch.tensor(points, dtype=torch.double), right=True)
+        ids = ids.clamp(max=logits_V.numel() - 1).tolist()
+    return ids, (logits_V[torch.tensor(ids)].float() - normalizer).tolist()

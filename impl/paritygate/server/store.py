@@ -1,0 +1,200 @@
+"""Saved states and sampler weights: safetensors and one JSON file a checkpoint, in a folder that names cannot leave."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paritygate.server.limits import RequestError
+from paritygate.server.lora import Adapter, LoraSpec, Snapshot, Target
+
+Kind = Literal["weights", "sampler_weights"]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,255}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of one saved checkpoint; times are seconds since the epoch, `expires` None for never."""
+
+    run: str
+    kind: Kind
+    name: str
+    base_model: str
+    rank: int
+    seed: int
+    attn: bool
+    mlp: bool
+    unembed: bool
+    steps: int
+    created: float
+    expires: float | None
+    user_metadata: dict[str, str] | None
+    size_bytes: int = 0
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+    @property
+    def spec(self) -> LoraSpec:
+        return LoraSpec(self.rank, self.seed, self.attn, self.mlp, self.unembed)
+
+
+class Store:
+    """The state folder of one server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def parse(self, path: str) -> tuple[str, Kind, str]:
+        """Split tinker://RUN/weights|sampler_weights/NAME; RequestError for anything else."""
+        parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(parts) != 3 or not _RUN.fullmatch(parts[0]):
+            raise RequestError(
+                f"{path!r} is not of the form tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
+            )
+        kind = parts[1]
+        if kind not in ("weights", "sampler_weights"):
+            raise RequestError(f"{path!r}: {kind!r} is neither weights nor sampler_weights")
+        return parts[0], kind, check_name(parts[2])
+
+    def save(
+        self,
+        adapter: Adapter,
+        run: str,
+        kind: Kind,
+        name: str,
+        base_model: str,
+        *,
+        ttl_seconds: int | None,
+        overwrite: bool,
+        user_metadata: dict[str, str] | None,
+    ) -> Checkpoint:
+        """Write a checkpoint whole or not at all; a state also holds Adam's moments and step count."""
+        folder = self._folder(run, kind, check_name(name))
+        if folder.exists() and not overwrite:
+            raise RequestError(
+                f"a checkpoint named {name!r} exists in {run}/{kind}; pass overwrite=True or another name"
+            )
+        now, spec = time.time(), adapter.spec
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
+        try:
+            save_file({n: p.detach().contiguous() for n, p in adapter.parameters()}, scratch / "adapter.safetensors")
+            if kind == "weights" and adapter.moments:
+                save_file(_moments(adapter), scratch / "optimizer.safetensors")
+            size = sum(f.stat().st_size for f in scratch.iterdir())
+            expires = None if ttl_seconds is None else now + ttl_seconds
+            checkpoint = Checkpoint(
+                run, kind, name, base_model, spec.rank, spec.seed, spec.attn, spec.mlp, spec.unembed, adapter.steps,
+                now, expires, user_metadata, size,
+            )  # fmt: skip
+            (scratch / "checkpoint.json").write_text(json.dumps(asdict(checkpoint), indent=1) + "\n")
+            if folder.exists():
+                old = Path(tempfile.mkdtemp(prefix=".old-", dir=folder.parent))
+                os.replace(folder, old / "checkpoint")
+                shutil.rmtree(old, ignore_errors=True)
+            os.replace(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return checkpoint
+
+    def find(self, path: str) -> Checkpoint:
+        """The checkpoint of that path; RequestError (404) if there is none or it has expired."""
+        run, kind, name = self.parse(path)
+        file = self._folder(run, kind, name) / "checkpoint.json"
+        try:
+            checkpoint = Checkpoint(**json.loads(file.read_text()))
+        except FileNotFoundError:
+            raise RequestError(f"there is no checkpoint {path}", 404) from None
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"checkpoint {path} cannot be read: {error}", 500) from error
+        if checkpoint.expires is not None and checkpoint.expires <= time.time():
+            shutil.rmtree(file.parent, ignore_errors=True)
+            raise RequestError(f"checkpoint {path} has expired", 404)
+        return checkpoint
+
+    def load_into(self, adapter: Adapter, checkpoint: Checkpoint, *, optimizer: bool) -> None:
+        """Set an adapter of the same shape to a saved state; without `optimizer` Adam starts anew."""
+        weights = self._tensors(checkpoint, "adapter.safetensors")
+        named = dict(adapter.parameters())
+        if {n: t.shape for n, t in weights.items()} != {n: p.shape for n, p in named.items()}:
+            raise RequestError(
+                f"checkpoint {checkpoint.path} (rank {checkpoint.rank}) does not fit this model (rank {adapter.spec.rank} "
+                "or other layers): create the client from the state instead"
+            )
+        moments: dict[str, Tensor] = {}
+        if optimizer and checkpoint.kind != "weights":
+            raise RequestError(f"{checkpoint.path} holds sampler weights, which have no optimizer state")
+        if optimizer and checkpoint.steps:
+            moments = self._tensors(checkpoint, "optimizer.safetensors")
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(weights[name])
+                parameter.grad = None
+        adapter.steps = checkpoint.steps if optimizer else 0
+        adapter.moments = {n: (moments[f"{n}.m"], moments[f"{n}.v"]) for n in named if f"{n}.m" in moments}
+
+    def snapshot(self, checkpoint: Checkpoint, targets: list[Target], dtype: torch.dtype) -> Snapshot:
+        """Frozen weights of a checkpoint, named by its path and time so that an overwritten one is another version."""
+        adapter = Adapter(checkpoint.spec, targets)
+        self.load_into(adapter, checkpoint, optimizer=False)
+        return adapter.freeze(f"{checkpoint.path}@{checkpoint.created!r}", dtype)
+
+    def listed(self, run: str | None = None) -> list[Checkpoint]:
+        """Every live checkpoint, oldest first."""
+        pattern = "*/*/*/checkpoint.json"
+        found: list[Checkpoint] = []
+        for file in self.folder.glob(pattern):
+            name, kind, folder = file.parent.name, file.parent.parent.name, file.parent.parent.parent.name
+            if name.startswith(".") or (run is not None and folder != run):
+                continue
+            try:
+                found.append(self.find(f"tinker://{folder}/{kind}/{name}"))
+            except RequestError:
+                continue
+        return sorted(found, key=lambda c: c.created)
+
+    def delete(self, path: str) -> None:
+        checkpoint = self.find(path)
+        shutil.rmtree(self._folder(checkpoint.run, checkpoint.kind, checkpoint.name))
+
+    def _folder(self, run: str, kind: Kind, name: str) -> Path:
+        return self.folder / run / kind / name
+
+    def _tensors(self, checkpoint: Checkpoint, file: str) -> dict[str, Tensor]:
+        path = self._folder(checkpoint.run, checkpoint.kind, checkpoint.name) / file
+        try:
+            with safe_open(path, "pt"):
+                pass
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise RequestError(f"checkpoint {checkpoint.path}: {file} cannot be read ({error})", 500) from error
+
+
+def check_name(name: str) -> str:
+    """A checkpoint's name: letters, digits, dot, dash and underscore, no leading dot, so that it cannot leave its folder."""
+    if not _NAME.fullmatch(name):
+        raise RequestError(
+            f"checkpoint name {name!r}: use 1 to 128 letters, digits, dots, dashes or underscores, starting with a letter or digit"
+        )
+    return name
+
+
+def _moments(adapter: Adapter) -> dict[str, Tensor]:
+    tensors: dict[str, Any] = {}
+    for name, (m, v) in adapter.moments.items():
+        tensors[f"{name}.m"], tensors[f"{name}.v"] = m.contiguous(), v.contiguous()
+    return tensors
