@@ -1,0 +1,112 @@
+"""What an experiment will ask of the service, and what fits into its context: counted before any money is spent."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paritygate.errors import BadInputError
+from paritygate.spec import Experiment
+
+if TYPE_CHECKING:
+    from paritygate.retail import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How often each thing is asked of the service by a run that no gate stops; `at_most` values are upper bounds."""
+
+    what: str
+    model: str
+    times: int
+    at_most: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Tokens of the prompt before an episode, what is left of `max_seq_len`, and what an episode could need.
+
+    `prompt` is None where the tokenizer of the policy is known to the service only.
+    """
+
+    max_seq_len: int
+    prompt: int | None
+    left: int | None
+    sampled_at_most: int
+    renderer: str
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether even the longest turns fit, tool outputs and user messages not counted; None where unknown."""
+        return None if self.left is None else self.sampled_at_most <= self.left
+
+
+def episodes(exp: Experiment) -> dict[str, int]:
+    """Episodes a phase: training and evaluation exactly, pilots at most (fallbacks included)."""
+    arms, pilot = len(exp.arms), exp.protocol.pilot
+    return {
+        "probe": 1,
+        "timing pilot": exp.batch_size,
+        "activation pilot": arms * pilot.steps * exp.batch_size,
+        "fallbacks": pilot.max_fallback_steps * exp.batch_size if pilot.fallbacks else 0,
+        "train": arms * exp.steps * exp.batch_size,
+        "evaluate": arms * exp.eval.n_examples * exp.eval.rollouts_per_task,
+    }
+
+
+def asked(exp: Experiment) -> tuple[Asked, ...]:
+    """Every kind of request, whom it goes to, and how often."""
+    rows: list[Asked] = []
+    rollout, protocol = exp.protocol.rollout, exp.protocol
+    by_phase = episodes(exp)
+    total, steps = sum(by_phase.values()), exp.steps
+    if protocol.warm_start is not None:
+        warm = protocol.warm_start
+        batches = -(-warm.tasks.count // warm.batch_size) * warm.epochs
+        rows.append(Asked(f"warm-start updates on {warm.tasks.count} gold episodes", exp.base_model, batches))
+    for arm in exp.arms:
+        rows.append(Asked(f"{arm.name}: training episodes", exp.base_model, steps * exp.batch_size))
+        rows.append(Asked(f"{arm.name}: saved samplers", exp.base_model, steps + 1))
+        if arm.needs_teacher:
+            rows.append(Asked(f"{arm.name}: teacher scorings", exp.base_model, steps * exp.batch_size))
+        rows.append(Asked(f"{arm.name}: forward_backward and optim_step", exp.base_model, steps))
+        held_out = exp.eval.n_examples * exp.eval.rollouts_per_task
+        rows.append(Asked(f"{arm.name}: greedy evaluation episodes", exp.base_model, held_out))
+    rest = total - by_phase["train"] - by_phase["evaluate"]
+    rows.append(Asked("episodes of probe, pilots and fallbacks", exp.base_model, rest, at_most=True))
+    rows.append(Asked("agent turns", exp.base_model, total * rollout.max_turns, at_most=True))
+    tokens = total * rollout.max_turns * rollout.max_tokens_per_turn
+    rows.append(Asked("sampled agent tokens", exp.base_model, tokens, at_most=True))
+    if protocol.user.kind == "model":
+        turns = total * (rollout.max_turns + 1)
+        rows.append(Asked("user turns", protocol.user.model or "", turns, at_most=True))
+    if protocol.judge.kind == "model":
+        rows.append(Asked("judge calls, one an episode when every answer is parsed", protocol.judge.model or "", total))
+        retries = total * (protocol.judge.tries - 1)
+        rows.append(Asked("judge calls asked again", protocol.judge.model or "", retries, at_most=True))
+    return tuple(rows)
+
+
+def room(exp: Experiment, source: "Source | None") -> Room:
+    """The room for an episode, counted with the policy's own renderer where its vocabulary ships with a package."""
+    rollout = exp.protocol.rollout
+    sampled = rollout.max_turns * rollout.max_tokens_per_turn
+    counted = _prompt_tokens(exp, source) if source is not None else None
+    prompt, name = counted if counted is not None else (None, exp.protocol.renderer)
+    left = None if prompt is None else exp.max_seq_len - prompt
+    return Room(exp.max_seq_len, prompt, left, sampled, name)
+
+
+def _prompt_tokens(exp: Experiment, source: "Source") -> tuple[int, str] | None:
+    from typing import Any
+
+    from paritygate.agent import prompt, renderer, vocabulary
+
+    try:
+        tokenizer = vocabulary.offline(exp.base_model)
+        name = renderer.resolve(exp.protocol.renderer, exp.base_model)
+        rendering = renderer.load(name, tokenizer, model=exp.base_model)
+    except BadInputError:
+        return None  # the service will give the tokenizer
+    context = prompt.context(exp.protocol.context.kind, source.wiki, source.tools)
+    messages: Any = [{"role": "system", "content": context.system}]
+    tools: Any = context.rendered_tools
+    return len(rendering.render_ids(messages, tools=tools, add_generation_prompt=True)), name

@@ -1,0 +1,83 @@
+#!/usr/bin/env python
+"""Run what a spec names: python impl/run.py --spec spec/sdpo-local.json"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.pycache_prefix = os.devnull  # no cached bytecode of ours is trusted: bootstrap says why
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+from paritygate.bootstrap import bootstrap  # noqa: E402
+from paritygate.errors import BadInputError, ParityGateError  # noqa: E402
+
+EXIT_CODES = "exit codes: 0 done; 2 bad input; 3 refused; 4 stopped by a gate; 5 the service failed (--resume); 1 a bug"
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """The parsed command line; argparse itself exits with 2 and one sentence."""
+    parser = argparse.ArgumentParser("run.py", description="Run the experiment that a spec names.", epilog=EXIT_CODES)
+    parser.add_argument("--spec", required=True, metavar="FILE", help="the spec, anywhere (spec/sdpo.json)")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="run directory, or a .json file (synthetic)")
+    parser.add_argument("--resume", action="store_true", help="go on at the first phase without a receipt")
+    parser.add_argument("--check", action="store_true", help="print the whole plan; needs no service, refuses nothing")
+    parser.add_argument("--until", metavar="PHASE", help="stop after this phase")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--seeds", metavar="N,N,...", help="seeds of a synthetic component, e.g. 42,43,44")
+    parser.add_argument("--tau-bench", metavar="DIR", help="tau-bench retail data (default: PARITYGATE_TAU_BENCH)")
+    parser.add_argument("--environment", choices=("own", "upstream"), default="own", help="which retail environment")
+    parser.add_argument("--trust-receipt", action="store_true", help="take a signed parity receipt, do not re-run it")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser.parse_args(argv)
+
+
+def call(root: Path, options: dict[str, Any]) -> Any:
+    """Load the spec and hand over to what it names."""
+    from paritygate.spec import Synthetic, load
+
+    spec, check = load(options.pop("spec")), options.pop("check")
+    foreign = ("resume", "until", "tau_bench", "trust_receipt") if isinstance(spec, Synthetic) else ("seeds",)
+    for name in foreign:
+        if options.pop(name):
+            raise BadInputError(f"--{name.replace('_', '-')} is for another kind of run than {spec.path} names.")
+    if isinstance(spec, Synthetic):
+        from paritygate import synthetic
+
+        options.pop("environment")
+        return synthetic.plan(spec, **options) if check else synthetic.run(spec, root=root, **options)
+    if check:
+        from paritygate.experiment.plan import plan
+
+        return plan(spec, device=options["device"], tau_bench=options["tau_bench"])
+    from paritygate import experiment
+
+    return experiment.run(spec, root=root, **options)
+
+
+def main(argv: list[str]) -> int:
+    """The exit code; everything that is not a bug of ours is one sentence on stderr."""
+    try:
+        root = bootstrap(__file__)
+        options = vars(arguments(argv))
+        result = call(root, options)
+        print(json.dumps(result.to_json(), indent=2, ensure_ascii=False) if options["json"] else result.text())
+    except ParityGateError as error:
+        print(f"run.py: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"run.py: {error.filename}: {error.strerror}.", file=sys.stderr)
+        return BadInputError.exit_code
+    except KeyboardInterrupt:
+        print("run.py: interrupted; --resume goes on at the first phase without a receipt.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
