@@ -1,5 +1,6 @@
 """Bad input of a loss, said in one sentence that names the place."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -60,7 +61,12 @@ def rows_are_distributions(logits: Tensor, name: str, rows: Tensor | None = None
     bad = ~torch.isfinite(top)
     if bool(bad.any()):
         i = int(bad.nonzero()[0])
-        value = float(top[i])
-        found = "holds NaN" if value != value else "holds +inf" if value > 0 else "is all -inf: it is no distribution"  # noqa: PLR0124
         where = i if rows is None else place(rows[i].tolist())
-        raise ValueError(f"{name} row {where} {found}")
+        raise ValueError(no_distribution(f"{name} row {where}", float(top[i])))
+
+
+def no_distribution(row: str, maximum: float) -> str:
+    """Why the row of logits with this maximum (NaN, +inf or -inf) is no distribution, as a sentence about `row`."""
+    if math.isnan(maximum):
+        return f"{row} holds NaN"
+    return f"{row} holds +inf" if maximum > 0 else f"{row} is all -inf: it is no distribution"

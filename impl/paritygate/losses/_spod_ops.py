@@ -1,12 +1,13 @@
-"""What SPOD asks of rows of logits, by the fastest means there is: compiled C++, Triton, or torch in float64 blocks.
+"""What SPOD asks of rows of logits, by the fastest means there is: compiled C++, or torch in float64 blocks.
 
-Each is one opaque operator to torch.compile. A row is known by the `cpu.COLUMNS` of its statistics, float64.
+Each is one opaque operator to torch.compile. What is known of a row are the `COLUMNS` of its statistics, float64.
 """
 
 import torch
 from torch import Tensor
 
 from . import _spod_rows as plain
+from ._checks import no_distribution
 from .kernels import cpu
 from .kernels.cpu import COLUMNS
 
@@ -17,7 +18,9 @@ def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
     if cpu.serves(student, teacher):
         return cpu.statistics(student, teacher, actions)
     result = torch.zeros(student.shape[0], len(COLUMNS), dtype=torch.float64, device=student.device)
-    for name, values in plain.statistics(student, teacher, actions)._asdict().items():
+    measured = (*plain.statistics(student, teacher, actions), student.amax(-1), teacher.amax(-1))
+    names = ("kl", "student_logprob", "teacher_logprob", "student_maximum", "teacher_maximum")
+    for name, values in zip(names, measured, strict=True):
         result[:, COLUMNS.index(name)] = values
     return result
 
@@ -49,3 +52,37 @@ def gradient_(
         cpu.gradient_(out, student, teacher, actions, rows, coefficients)
     else:
         plain.gradient_into(out, student, teacher, actions, weights)
+
+
+def statistics_and_gradient_(
+    out: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    actions: Tensor,
+    tokens: Tensor,
+    success: Tensor,
+    weights: Tensor,
+    tau0: float,
+    floor_weight: float,
+) -> Tensor | None:
+    """The statistics (N, 9) and SPOD's gradient into `out` in one visit to each row, or None: `out` is untouched.
+
+    `tokens`, `success`, `weights` (A,): of each action its length, whether its episode succeeded, and 1 / (n S E).
+    """
+    if not cpu.serves(student, teacher):
+        return None
+    return cpu.statistics_and_gradient_(out, student, teacher, actions, tokens, success, weights, tau0, floor_weight)
+
+
+def column(rows: Tensor, name: str) -> Tensor:
+    """One of the COLUMNS of statistics (N, 9), (N,)."""
+    return rows[:, COLUMNS.index(name)]
+
+
+def refuse_unusable(rows: Tensor, name: str) -> None:
+    """ValueError naming the first row, by its statistics, with NaN, +inf or nothing but -inf; the student's first."""
+    for side in ("student", "teacher"):
+        top, total = column(rows, f"{side}_maximum"), column(rows, f"{side}_sum")
+        top = torch.where(total.isnan() & (top < torch.inf), torch.nan, top)
+        for i in (~torch.isfinite(top)).nonzero()[:1].flatten().tolist():
+            raise ValueError(no_distribution(f"{name}: {side}_logits row {i}", float(top[i])))

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import _spod_ops as ops
 from . import _spod_rows as rows
-from ._checks import as_mask, refuse_where, result_dtype, rows_are_distributions
+from ._checks import as_mask, refuse_where, result_dtype
 from .averaging import check_levels, lengths, token_weights
 
 
@@ -53,7 +54,7 @@ def success_preserving_loss(
     """
     batch = _Batch(actions, action_index, episode_index, success, tau0, floor_weight)
     _check(student_logits, teacher_logits, batch, validate)
-    return SpodLoss(*_Spod.apply(student_logits, teacher_logits.detach(), batch))
+    return SpodLoss(*_Spod.apply(student_logits, teacher_logits.detach(), batch, validate))
 
 
 def success_preserving_loss_and_grad(
@@ -83,44 +84,74 @@ def success_preserving_loss_and_grad(
             f"spod: out is {tuple(out.shape)} {out.dtype}; {tuple(student.shape)} {student.dtype} is expected"
         )
     with torch.no_grad():
-        result, weights = _forward(student, teacher, batch)
-        rows.gradient_into(out.detach(), student, teacher, actions, weights)
+        levels = _levels(batch)
+        known = ops.statistics_and_gradient_(
+            out.detach(), student, teacher, actions, levels.tokens, levels.success, levels.weights, tau0, floor_weight
+        )
+        fresh = known is None
+        known = ops.statistics(student, teacher, actions) if fresh else known
+        if validate:
+            ops.refuse_unusable(known, "spod")
+        result, weights = _combine(known, batch, levels, result_dtype(student))
+        if fresh:
+            ops.gradient_(out.detach(), student, teacher, actions, known, weights)
     return result, out
 
 
 class _Spod(torch.autograd.Function):
-    """The loss with its closed-form gradient, itself in differentiable operations: it differentiates twice."""
+    """The loss and its closed-form gradient, in differentiable operations where that is differentiated in turn."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, batch: _Batch) -> SpodLoss:
-        result, weights = _forward(student, teacher, batch)
-        ctx.save_for_backward(student, teacher, batch.actions, *weights)
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, batch: _Batch, validate: bool) -> SpodLoss:
+        known = ops.statistics(student, teacher, batch.actions)
+        if validate:
+            ops.refuse_unusable(known, "spod")
+        result, weights = _combine(known, batch, _levels(batch), result_dtype(student))
+        ctx.save_for_backward(student, teacher, batch.actions, known, *weights)
         ctx.mark_non_differentiable(*result[1:])
         return result
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        student, teacher, actions, kl, floor = ctx.saved_tensors
+        student, teacher, actions, known, kl, floor = ctx.saved_tensors
         scale = grad_loss.double()
-        return rows.gradient(student, teacher, actions, rows.Weights(kl * scale, floor * scale)), None, None
+        if torch.is_grad_enabled():
+            gradient = rows.gradient(student, teacher, actions, rows.Weights(kl * scale, floor * scale))
+        else:
+            gradient = ops.gradient(student, teacher, actions, known, kl * scale, floor * scale)
+        return gradient, None, None, None
 
 
-def _forward(student: Tensor, teacher: Tensor, batch: _Batch) -> tuple[SpodLoss, rows.Weights]:
-    actions, action_index, episode_index, success, tau0, floor_weight = batch
-    row_kl, row_student, row_teacher = rows.statistics(student, teacher, actions)
-    tokens = lengths(action_index, episode_index.shape[0])
+class _Levels(NamedTuple):
+    """Of each action (A,): its number of tokens, whether its episode succeeded, the weight of each token."""
+
+    tokens: Tensor
+    success: Tensor
+    weights: Tensor
+
+
+def _levels(batch: _Batch) -> _Levels:
+    tokens = lengths(batch.action_index, batch.episode_index.shape[0])
+    of_tokens = token_weights(batch.action_index, batch.episode_index, batch.success.shape[0])
+    return _Levels(tokens, batch.success.bool()[batch.episode_index], rows.sum_by(of_tokens, tokens) / tokens)
+
+
+def _combine(known: Tensor, batch: _Batch, levels: _Levels, dtype: torch.dtype) -> tuple[SpodLoss, rows.Weights]:
+    """The result, and the weights of each row in the gradient, from the statistics of the rows."""
+    _, action_index, _, _, tau0, floor_weight = batch
+    tokens, success, weights = levels
+    row_kl, row_student, row_teacher = (ops.column(known, x) for x in ("kl", "student_logprob", "teacher_logprob"))
     l_p, l_q = rows.sum_by(row_student, tokens), rows.sum_by(row_teacher, tokens)
     # Row by row, so that equal rows tie exactly whatever the order of summation; inf - inf is NaN, and no protection.
-    gate = success.bool()[episode_index] & (rows.sum_by(row_teacher - row_student, tokens) < 0)
+    gate = success & (rows.sum_by(row_teacher - row_student, tokens) < 0)
     kl = torch.where(gate, 0.0, rows.sum_by(row_kl, tokens) / tokens)
     floor = torch.where(gate, (math.log(tau0) - l_p).clamp(min=0.0) / tokens, 0.0)
-    weights = token_weights(action_index, episode_index, success.shape[0])
-    loss = rows.sum_by(weights, tokens) @ torch.where(gate, floor_weight * floor, kl)
-    open_rows, floor_rows = ~gate[action_index], (gate & (l_p < math.log(tau0)))[action_index]
-    dtype = result_dtype(student)
+    loss = (weights * tokens) @ torch.where(gate, floor_weight * floor, kl)
+    of_kl = torch.where(gate, 0.0, weights)
+    of_floor = torch.where(gate & (l_p < math.log(tau0)), floor_weight * weights, 0.0)
     return (
         SpodLoss(loss.to(dtype), gate, l_p.to(dtype), l_q.to(dtype), kl.to(dtype), floor.to(dtype)),
-        rows.Weights(torch.where(open_rows, weights, 0.0), torch.where(floor_rows, floor_weight * weights, 0.0)),
+        rows.Weights(of_kl[action_index], of_floor[action_index]),
     )
 
 
@@ -142,8 +173,6 @@ def _check(student: Tensor, teacher: Tensor, batch: _Batch, validate: bool) -> N
     check_levels(action_index, episode_index, student.shape[0], success.shape[0])
     outside = (actions < 0) | (actions >= student.shape[1])
     refuse_where(outside, actions, "spod: the token", f", outside [0, {student.shape[1]})")
-    rows_are_distributions(student, "spod: student_logits")
-    rows_are_distributions(teacher, "spod: teacher_logits")
 
 
 def success_preserving_loss_padded(

@@ -1,0 +1,251 @@
+// One row of the vocabulary at a time: its sums in one sweep, its gradient in a second that finds it in the cache.
+#pragma once
+#include "vector.hpp"
+
+static constexpr int64_t BLOCK = 2048;  // two blocks of float32 stay in the first-level cache between maximum and sum
+
+static constexpr float NEAR = 0.25f;
+
+// What a row is known by. The maximum and the sum of exponentials are kept apart: one float32 log-sum-exp loses 5e-4 at
+// float16's +-65504. `cross` = sum exp(q - maximum q) ((q - maximum q) - (p - maximum p)), from which KL(q || p) follows.
+struct Side {
+    float maximum = -INF;
+    double sum = 0;
+    float centre() const { return maximum == -INF ? 0.f : maximum; }
+    double log_sum() const { return std::log(sum); }
+    bool usable() const { return std::isfinite(maximum) && sum == sum; }
+};
+
+struct Pair {
+    Side p, q;
+    double cross = 0;
+    // While |p - q| <= NEAR all along the row: sums of exp(q - maximum q) times u = p - q, and times exp(u) - 1 - u. From
+    // these the KL and p - q of nearly equal rows keep their digits, where a difference of two float32 softmaxes has none.
+    bool near = true;
+    double slope = 0, curve = 0;
+
+    void raise_p(float to) {
+        if (!(to > p.maximum)) return;
+        if (p.maximum != -INF) cross += q.sum * ((double)to - p.maximum);
+        p.sum *= std::exp((double)p.maximum - to);
+        p.maximum = to;
+    }
+    void raise_q(float to) {
+        if (!(to > q.maximum)) return;
+        if (q.maximum != -INF) {
+            double shrink = std::exp((double)q.maximum - to);
+            cross = shrink * (cross + q.sum * ((double)q.maximum - to));
+            q.sum *= shrink, slope *= shrink, curve *= shrink;
+        }
+        q.maximum = to;
+    }
+    double shift() const { return std::log1p((slope + curve) / q.sum); }  // log sum exp p - log sum exp q, where near
+    void settle() {                                                       // what the near sums say of the student
+        if (p.maximum == -INF || q.maximum == -INF) return;
+        double apart = (double)p.maximum - q.maximum;
+        p.sum = (q.sum + slope + curve) * std::exp(-apart);
+        cross = q.sum * apart - slope;
+    }
+};
+
+template <class D>
+static inline Vec load_upto(const typename D::Storage* from, int64_t left) {
+    return left >= WIDTH ? load<D>(from) : load_part<D>(from, (int)left);
+}
+
+template <class D>
+static inline float block_maximum(const typename D::Storage* x, int64_t count) {
+    Vec a = splat(-INF), b = a;
+    int64_t j = 0;
+    for (; j + 2 * WIDTH <= count; j += 2 * WIDTH) {
+        a = larger(load<D>(x + j), a);
+        b = larger(load<D>(x + j + WIDTH), b);
+    }
+    for (; j < count; j += WIDTH) a = larger(load_upto<D>(x + j, count - j), a);
+    return highest(larger(a, b));
+}
+
+// exp(u) - 1 - u and exp(u) - 1 by their series, for |u| <= 1/4 and 1/2: relative error about 1e-8 before rounding.
+static inline Vec curvature(Vec u, Vec rest) {
+    Vec y = rest * (u * (1.f / 7)) + 1.0f;
+    y = y * (u * (1.f / 6)) + 1.0f;
+    y = y * (u * (1.f / 5)) + 1.0f;
+    y = y * (u * (1.f / 4)) + 1.0f;
+    y = y * (u * (1.f / 3)) + 1.0f;
+    return y * (u * u * 0.5f);
+}
+static inline Vec exponential_minus_one(Vec u) {
+    Vec y = u * (1.f / 9) + 1.0f;
+    y = y * (u * (1.f / 8)) + 1.0f;
+    return u + curvature(u, y);
+}
+
+static inline Vec difference(Vec p, Vec q) {
+    return larger(p, q) == -INF ? Vec{} : p - q;  // of -inf in both: none
+}
+
+template <class D>
+static bool block_is_near(const typename D::Storage* p, const typename D::Storage* q, int64_t count) {
+    Int far{};
+    for (int64_t j = 0; j < count; j += WIDTH) {
+        Vec u = difference(load_upto<D>(p + j, count - j), load_upto<D>(q + j, count - j));
+        far |= !((u <= NEAR) & (u >= -NEAR));
+    }
+    for (int i = 0; i < WIDTH; i++)
+        if (far[i]) return false;
+    return true;
+}
+
+template <class D>
+static void add_near_block(Pair& row, const typename D::Storage* p, const typename D::Storage* q, int64_t count) {
+    Vec cq = splat(row.q.centre()), sum{}, slope{}, curve{};
+    for (int64_t j = 0; j < count; j += WIDTH) {
+        Vec y = load_upto<D>(q + j, count - j), u = difference(load_upto<D>(p + j, count - j), y);
+        Vec e = exponential(y - cq);
+        sum += e;
+        slope += e * u;
+        curve += e * curvature(u, splat(1.0f));
+    }
+    row.q.sum += total(sum);
+    row.slope += total(slope);
+    row.curve += total(curve);
+}
+
+template <class D>
+static void add_block(Pair& row, const typename D::Storage* p, const typename D::Storage* q, int64_t count) {
+    Vec cp = splat(row.p.centre()), cq = splat(row.q.centre()), sp{}, sq{}, cross{};
+    auto add = [&](Vec dp, Vec dq) {
+        Vec eq = exponential(dq);
+        sp += exponential(dp);
+        sq += eq;
+        cross += dq > -INF ? eq * (dq - dp) : Vec{};  // no teacher mass: nothing, even against a student of -inf
+    };
+    int64_t j = 0;
+    for (; j + WIDTH <= count; j += WIDTH) add(load<D>(p + j) - cp, load<D>(q + j) - cq);
+    if (j < count) add(load_upto<D>(p + j, count - j) - cp, load_upto<D>(q + j, count - j) - cq);
+    row.p.sum += total(sp);
+    row.q.sum += total(sq);
+    row.cross += total(cross);
+}
+
+template <class D>
+static Pair pair_sums(const typename D::Storage* p, const typename D::Storage* q, int64_t V) {
+    Pair row;
+    for (int64_t start = 0; start < V; start += BLOCK, p += BLOCK, q += BLOCK) {
+        int64_t count = V - start < BLOCK ? V - start : BLOCK;
+        if (row.near && !block_is_near<D>(p, q, count)) {
+            row.settle();
+            row.near = false;
+        }
+        row.raise_p(block_maximum<D>(p, count));
+        row.raise_q(block_maximum<D>(q, count));
+        if (row.near)
+            add_near_block<D>(row, p, q, count);
+        else
+            add_block<D>(row, p, q, count);
+    }
+    if (row.near) row.settle();
+    return row;
+}
+
+// KL(q || p) in nats from a row's sums; exactly 0 for identical rows.
+template <class D>
+static double forward_kl(const Pair& row, const typename D::Storage* p, const typename D::Storage* q, int64_t V) {
+    double cross = row.cross, kl;
+    if (row.near) {
+        double x = (row.slope + row.curve) / row.q.sum;
+        kl = row.curve / row.q.sum + (std::log1p(x) - x);
+    } else {
+        // A student of -inf under a teacher mass too small for float32 leaves 0 * inf: only float64 can tell if there is any.
+        if (cross != cross && row.p.usable() && row.q.usable()) {
+            cross = 0;
+            for (int64_t j = 0; j < V; j++) {
+                double dq = load_one<D>(q + j) - (double)row.q.maximum, mass = std::exp(dq);
+                if (mass > 0) cross += mass * (dq - (load_one<D>(p + j) - (double)row.p.maximum));
+            }
+        }
+        kl = cross / row.q.sum - row.q.log_sum() + row.p.log_sum();
+    }
+    return kl < 0 ? 0 : kl;
+}
+
+// How a row is written: straight to memory where the destination is aligned and is not about to be read.
+template <class D, bool STREAM>
+static inline void write(typename D::Storage* to, Vec x) {
+    typename D::Packed packed = D::narrow(x);
+#if defined(__AVX512F__)
+    if constexpr (STREAM && sizeof packed == 64) return _mm512_stream_ps((float*)to, (__m512)packed);
+    if constexpr (STREAM && sizeof packed == 32) return _mm256_stream_si256((__m256i*)to, (__m256i)packed);
+#elif defined(__AVX__)
+    if constexpr (STREAM && sizeof packed == 32) return _mm256_stream_ps((float*)to, (__m256)packed);
+    if constexpr (STREAM && sizeof packed == 16) return _mm_stream_si128((__m128i*)to, (__m128i)packed);
+#endif
+    std::memcpy(to, &packed, sizeof packed);
+}
+
+static inline void drain() {
+#if defined(__AVX__)
+    _mm_sfence();
+#endif
+}
+
+// Applies f(offset, how many) -> Vec to a row, last block first: that is the part still in the cache.
+template <class D, bool STREAM, class F>
+static void write_row_as(typename D::Storage* out, int64_t V, F f) {
+    int64_t whole = V / WIDTH * WIDTH;
+    if (whole < V) store_part<D>(out + whole, f(whole, V - whole), (int)(V - whole));
+    for (int64_t end = whole; end > 0;) {
+        int64_t start = (end - 1) / BLOCK * BLOCK;
+        for (int64_t j = start; j < end; j += WIDTH) write<D, STREAM>(out + j, f(j, (int64_t)WIDTH));
+        end = start;
+    }
+}
+
+template <class D, class F>
+static void write_row(typename D::Storage* out, const void* in, int64_t V, F f) {
+    bool stream = (const void*)out != in && (uintptr_t)out % 64 == 0 && V * sizeof *out > (1 << 15);
+    if (stream) {
+        write_row_as<D, true>(out, V, f);
+        drain();
+    } else {
+        write_row_as<D, false>(out, V, f);
+    }
+}
+
+// a softmax(p) - b softmax(q), and `at_action` more at the action taken.
+struct Coefficients {
+    double student, teacher, action;
+};
+
+template <class D>
+static void gradient_row(const typename D::Storage* p, const typename D::Storage* q, typename D::Storage* out, int64_t V,
+                         int64_t action, const Pair& row, Coefficients c) {
+    if (c.student == 0 && c.teacher == 0 && c.action == 0) {
+        std::memset(out, 0, V * sizeof *out);
+        return;
+    }
+    if (action < 0 || action >= V) c.action = 0, action = 0;  // not validated: its log-probability is NaN already
+    double ep = std::exp(load_one<D>(p + action) - (double)row.p.maximum) / row.p.sum;
+    double eq = c.teacher == 0 ? 0 : std::exp(load_one<D>(q + action) - (double)row.q.maximum) / row.q.sum;
+    if (row.near && c.student == c.teacher) {
+        Vec w = splat((float)(c.teacher / row.q.sum)), shift = splat((float)row.shift());
+        Vec centre = splat(row.q.maximum);
+        write_row<D>(out, p, V, [=](int64_t j, int64_t n) {
+            Vec y = load_upto<D>(q + j, n), u = difference(load_upto<D>(p + j, n), y) - shift;
+            return w * exponential(y - centre) * exponential_minus_one(u);
+        });
+        if (c.action != 0) store_one<D>(out + action, c.student * ep - c.teacher * eq - c.action);
+        return;
+    }
+    Vec a = splat((float)(c.student / row.p.sum)), b = splat((float)(c.teacher / row.q.sum));
+    Vec cp = splat(row.p.maximum), cq = splat(row.q.maximum);
+    if (c.teacher == 0) {
+        write_row<D>(out, p, V, [=](int64_t j, int64_t n) { return a * exponential(load_upto<D>(p + j, n) - cp); });
+    } else {
+        write_row<D>(out, p, V, [=](int64_t j, int64_t n) {
+            Vec student = a * exponential(load_upto<D>(p + j, n) - cp);
+            return student - b * exponential(load_upto<D>(q + j, n) - cq);
+        });
+    }
+    if (c.action != 0) store_one<D>(out + action, c.student * ep - c.teacher * eq - c.action);
+}

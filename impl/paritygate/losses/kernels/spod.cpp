@@ -1,0 +1,183 @@
+// SPOD on rows of logits: what each row and action is known by, the gate, and the analytic gradient (design/080).
+#include "rows.hpp"
+
+#include <atomic>
+#include <functional>
+#include <system_error>
+#include <thread>
+#include <vector>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+// Columns of a row's statistics, float64: the order that cpu.py reads.
+enum { STUDENT_MAXIMUM, STUDENT_SUM, TEACHER_MAXIMUM, TEACHER_SUM, STUDENT_LOGPROB, TEACHER_LOGPROB, KL, SLOPE, CURVE, COLUMNS };
+
+static constexpr int64_t SHORT_ACTION = 16;  // rows of one action that a core takes together, gate and gradient at once
+static constexpr int64_t CHUNK = 4;          // rows of anything else
+
+struct Problem {
+    int32_t dtype, threads;
+    const void *student, *teacher;
+    void* out;                                      // null: statistics alone
+    int64_t student_stride, teacher_stride, out_stride, rows, vocabulary, action_count;
+    const int64_t *actions, *starts;                // (N,), (A + 1,): rows starts[i] .. starts[i + 1] are action i
+    const uint8_t* success;                         // (A,) of the action's episode
+    const double* weights;                          // (A,) 1 / (tokens x actions x episodes), times any outer gradient
+    double log_tau0, floor_weight;
+    double* statistics;                             // (N, COLUMNS)
+    double* logprobs;                               // (A, 2) student, teacher
+    uint8_t* gate;                                  // (A,)
+};
+
+struct Span {
+    int64_t first, last, action;
+};
+
+// Rows never share a sum, so who takes which changes no bit of the result.
+static void each_of(const std::vector<Span>& spans, int threads, const std::function<void(const Span&)>& work) {
+    std::atomic<size_t> next{0};
+    auto worker = [&] {
+        for (size_t i; (i = next.fetch_add(1)) < spans.size();) work(spans[i]);
+    };
+    std::vector<std::thread> others;
+    int wanted = threads < (int)spans.size() ? threads : (int)spans.size();
+    try {
+        for (int i = 1; i < wanted; i++) others.emplace_back(worker);
+    } catch (const std::system_error&) {  // no thread to be had: the ones there are do the work
+    }
+    worker();
+    for (auto& other : others) other.join();
+}
+
+static void split(std::vector<Span>& spans, int64_t first, int64_t last, int64_t action) {
+    for (; first < last; first += CHUNK) spans.push_back({first, first + CHUNK < last ? first + CHUNK : last, action});
+}
+
+// Fresh memory arrives 4 KiB at a time unless huge pages are asked for; faulting it costs as much as filling it.
+static void expect_to_fill(void* from, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t page = 1 << 21;
+    uintptr_t first = ((uintptr_t)from + page - 1) / page * page, last = ((uintptr_t)from + bytes) / page * page;
+    if (last > first + 2 * page) madvise((void*)first, last - first, MADV_HUGEPAGE);
+#endif
+}
+
+template <class D>
+struct Spod {
+    typedef typename D::Storage T;
+    const Problem& x;
+
+    const T* student(int64_t i) const { return (const T*)x.student + i * x.student_stride; }
+    const T* teacher(int64_t i) const { return (const T*)x.teacher + i * x.teacher_stride; }
+    T* out(int64_t i) const { return (T*)x.out + i * x.out_stride; }
+
+    void measure(int64_t i) const {
+        const T *p = student(i), *q = teacher(i);
+        Pair row = pair_sums<D>(p, q, x.vocabulary);
+        double* s = x.statistics + i * COLUMNS;
+        s[STUDENT_MAXIMUM] = row.p.maximum;
+        s[STUDENT_SUM] = row.p.sum;
+        s[TEACHER_MAXIMUM] = row.q.maximum;
+        s[TEACHER_SUM] = row.q.sum;
+        bool inside = x.actions[i] >= 0 && x.actions[i] < x.vocabulary;  // unvalidated input may not read past the row
+        s[STUDENT_LOGPROB] = inside ? load_one<D>(p + x.actions[i]) - s[STUDENT_MAXIMUM] - row.p.log_sum() : NAN;
+        s[TEACHER_LOGPROB] = inside ? load_one<D>(q + x.actions[i]) - s[TEACHER_MAXIMUM] - row.q.log_sum() : NAN;
+        s[SLOPE] = row.near ? row.slope : std::nan("");
+        s[CURVE] = row.curve;
+        s[KL] = forward_kl<D>(row, p, q, x.vocabulary);
+    }
+
+    void differentiate(int64_t i, Coefficients c) const {
+        const double* s = x.statistics + i * COLUMNS;
+        Pair row;
+        row.p.maximum = (float)s[STUDENT_MAXIMUM], row.p.sum = s[STUDENT_SUM];
+        row.q.maximum = (float)s[TEACHER_MAXIMUM], row.q.sum = s[TEACHER_SUM];
+        row.near = s[SLOPE] == s[SLOPE], row.slope = s[SLOPE], row.curve = s[CURVE];
+        gradient_row<D>(student(i), teacher(i), out(i), x.vocabulary, x.actions[i], row, c);
+    }
+
+    void decide(int64_t action) const {
+        double p = 0, q = 0, apart = 0;
+        for (int64_t i = x.starts[action]; i < x.starts[action + 1]; i++) {
+            double row_p = x.statistics[i * COLUMNS + STUDENT_LOGPROB], row_q = x.statistics[i * COLUMNS + TEACHER_LOGPROB];
+            p += row_p, q += row_q, apart += row_q - row_p;  // row by row, so that equal rows tie exactly
+        }
+        x.logprobs[2 * action] = p;
+        x.logprobs[2 * action + 1] = q;
+        x.gate[action] = x.success[action] && apart < 0;  // inf - inf is NaN: not protected
+    }
+
+    Coefficients coefficients(int64_t action) const {
+        double w = x.weights[action];
+        if (!x.success[action] || !x.gate[action]) return {w, w, 0};
+        bool below = x.logprobs[2 * action] < x.log_tau0;
+        double floor = below ? w * x.floor_weight : 0;
+        return {floor, 0, floor};
+    }
+
+    void run() const {
+        std::vector<Span> first, second;
+        for (int64_t a = 0; a < x.action_count; a++) {
+            int64_t from = x.starts[a], to = x.starts[a + 1];
+            bool whole = x.out && x.success[a] && to - from <= SHORT_ACTION;
+            if (whole) {
+                first.push_back({from, to, a});
+            } else {
+                split(first, from, to, a);
+                if (x.out && x.success[a]) split(second, from, to, a);
+            }
+        }
+        each_of(first, x.threads, [&](const Span& span) {
+            bool gate_may_open = x.success[span.action];
+            if (!x.out || gate_may_open) {
+                for (int64_t i = span.first; i < span.last; i++) measure(i);
+            } else {
+                for (int64_t i = span.first; i < span.last; i++) measure(i), differentiate(i, coefficients(span.action));
+            }
+            if (x.out && gate_may_open && x.starts[span.action + 1] - x.starts[span.action] <= SHORT_ACTION) {
+                decide(span.action);
+                for (int64_t i = span.last; i-- > span.first;) differentiate(i, coefficients(span.action));
+            }
+        });
+        for (int64_t a = 0; a < x.action_count; a++) decide(a);
+        each_of(second, x.threads, [&](const Span& span) {
+            for (int64_t i = span.last; i-- > span.first;) differentiate(i, coefficients(span.action));
+        });
+    }
+};
+
+template <class D>
+static void linear(const Problem& x, const double* coefficients) {
+    std::vector<Span> spans;
+    split(spans, 0, x.rows, 0);
+    each_of(spans, x.threads, [&](const Span& span) {
+        for (int64_t i = span.first; i < span.last; i++) {
+            const double* c = coefficients + 3 * i;
+            Spod<D>{x}.differentiate(i, {c[0], c[1], c[2]});
+        }
+    });
+}
+
+extern "C" {
+
+// Statistics, gates and, where `out` is given, the gradient.
+void paritygate_spod(const Problem* x) {
+    if (x->out && x->out != x->student)
+        expect_to_fill(x->out, x->rows * x->out_stride * (x->dtype == 0 ? sizeof(float) : sizeof(uint16_t)));
+    if (x->dtype == 0) Spod<Float32>{*x}.run();
+    if (x->dtype == 1) Spod<BFloat16>{*x}.run();
+    if (x->dtype == 2) Spod<Float16>{*x}.run();
+}
+
+// out[i] = c[i, 0] softmax(student[i]) - c[i, 1] softmax(teacher[i]) - c[i, 2] onehot(actions[i]), by known statistics.
+void paritygate_linear(const Problem* x, const double* coefficients) {
+    if (x->out != x->student)
+        expect_to_fill(x->out, x->rows * x->out_stride * (x->dtype == 0 ? sizeof(float) : sizeof(uint16_t)));
+    if (x->dtype == 0) linear<Float32>(*x, coefficients);
+    if (x->dtype == 1) linear<BFloat16>(*x, coefficients);
+    if (x->dtype == 2) linear<Float16>(*x, coefficients);
+}
+
+int64_t paritygate_vector_width() { return WIDTH; }
+}
