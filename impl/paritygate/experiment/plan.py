@@ -68,7 +68,7 @@ def plan(exp: Experiment, *, device: str = "cpu", tau_bench: str | Path | None =
     facts = {
         "spec": str(exp.path),
         "unresolved": list(exp.unresolved),
-        "design_check": {name: dataclasses.asdict(check) for name, check in checks.items()},
+        "design_check": {name: check.to_json() for name, check in checks.items()},
         "benchmark": data,
         "room": dataclasses.asdict(space),
         "episodes": forecast.episodes(exp),

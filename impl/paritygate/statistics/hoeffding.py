@@ -1,9 +1,11 @@
 """The interval that decides, and what can be known of it before any money is spent."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,11 @@ class DesignCheck:
     smallest: float
     n_required: Mapping[float, int | None]
     feasible: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The check as JSON data."""
+        required = {f"{effect:g}": n for effect, n in self.n_required.items()}
+        return dataclasses.asdict(self) | {"n_required": required}
 
 
 def half_width(n: int, *, bounds: Sequence[float] = (0.0, 1.0), alpha: float = 0.05, criteria: int = 1) -> float:
