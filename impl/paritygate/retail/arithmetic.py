@@ -78,7 +78,7 @@ def _bits(value: Value) -> int:
 
 
 def _power(base: Value, exponent: Value) -> Value:
-    if isinstance(base, int) and isinstance(exponent, int) and _bits(base) > 1 and _bits(base) * exponent > MAX_BITS:
+    if isinstance(base, int) and isinstance(exponent, int) and (_bits(base) - 1) * exponent > MAX_BITS:
         raise TooLargeError(f"power of more than {MAX_BITS} bits")
     return base**exponent
 

@@ -16,6 +16,7 @@ from paritygate.retail.tools import TERMINATING, call
 from paritygate.spec.pins import TAU_BENCH, TAU_BENCH_DATABASE_SHA256, TAU_BENCH_PARTS_SHA256
 
 ROOT = Path(__file__).resolve().parents[3]
+BESIDE = ROOT.parent / "shared" / "tau_bench_retail"
 ENVIRONMENT_VARIABLE = "PARITYGATE_TAU_BENCH"
 
 
@@ -124,7 +125,7 @@ def places() -> Iterator[tuple[str, Path]]:
     if named:
         yield ENVIRONMENT_VARIABLE, Path(named)
     yield "data/tau_bench_retail", ROOT / "data" / "tau_bench_retail"
-    yield "beside the checkout", ROOT.parent / "shared" / "tau_bench_retail"
+    yield "beside the checkout", BESIDE
     package = importlib.util.find_spec("tau_bench")
     for folder in (package.submodule_search_locations or ()) if package else ():
         yield "installed package tau_bench", Path(folder) / "envs" / "retail"

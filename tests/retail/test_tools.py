@@ -1,0 +1,224 @@
+"""What the transcripts show only in part: each tool's order of checks, its traces, and wrong types of every kind."""
+
+import copy
+import json
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from calls import random_call, some_orders
+
+from counts import soak
+from paritygate import retail
+from paritygate.retail.database import Database
+from paritygate.retail.tools import TOOLS, WRITES
+
+
+@pytest.fixture
+def db(source: retail.Source) -> Iterator[Database]:
+    yield source.database()
+    assert retail.database_hash(source.database()) == source.initial_hash
+
+
+def first(db: Database, status: str, *, method: str = "", items: int = 1) -> dict[str, Any]:
+    """An order of this status, paid by a method whose id starts with `method`, with at least so many items."""
+    return next(
+        order
+        for _, order in db.records("orders")
+        if order["status"] == status
+        and order["payment_history"][0]["payment_method_id"].startswith(method)
+        and len({item["item_id"] for item in order["items"]}) == len(order["items"]) >= items
+    )
+
+
+def test_schemas_and_tools_are_the_same_sixteen(source: retail.Source) -> None:
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in source.tools}
+    assert schemas.keys() == TOOLS.keys()
+    assert len(TOOLS) == 16
+    for name, schema in schemas.items():
+        assert set(schema["properties"]) == set(TOOLS[name].parameters) == set(schema["required"])
+    assert TOOLS.keys() > WRITES
+
+
+def test_return_checks_payment_before_items(db: Database) -> None:
+    order = first(db, "delivered", method="credit_card")
+    arguments = {"order_id": order["order_id"], "item_ids": ["none"], "payment_method_id": "none"}
+    assert retail.call(db, "return_delivered_order_items", arguments) == "Error: payment method not found"
+    arguments["payment_method_id"] = order["payment_history"][0]["payment_method_id"]
+    assert retail.call(db, "return_delivered_order_items", arguments) == "Error: some item not found"
+
+
+def test_exchange_checks_items_before_payment_and_order_before_both(db: Database) -> None:
+    order = first(db, "delivered")
+    arguments: dict[str, Any] = {"order_id": "x", "item_ids": ["no"], "new_item_ids": [], "payment_method_id": "no"}
+    answers: list[str] = []
+    item = order["items"][0]["item_id"]
+    for change in ({}, {"order_id": order["order_id"]}, {"item_ids": [item]}, {"new_item_ids": ["1"]}):
+        arguments |= change
+        answers.append(retail.call(db, "exchange_delivered_order_items", arguments))
+    assert answers == [
+        "Error: order not found",
+        "Error: no not found",
+        "Error: the number of items to be exchanged should match",
+        "Error: new item 1 not found or available",
+    ]
+    assert not db.touched
+
+
+def test_cancelling_after_a_change_of_payment_refunds_every_entry(db: Database) -> None:
+    order = next(
+        order
+        for _, order in db.records("orders")
+        if order["status"] == "pending"
+        and len(db.record("users", order["user_id"])["payment_methods"]) > 1
+        and not any("gift" in key for key in db.record("users", order["user_id"])["payment_methods"])
+    )
+    paid = order["payment_history"][0]
+    other = next(
+        key for key in db.record("users", order["user_id"])["payment_methods"] if key != paid["payment_method_id"]
+    )
+    change = {"order_id": order["order_id"], "payment_method_id": other}
+    assert retail.call(db, "modify_pending_order_payment", change).startswith("{")
+    again = retail.call(db, "modify_pending_order_payment", change)
+    assert again == "Error: there should be exactly one payment for a pending order"
+    cancel = {"order_id": order["order_id"], "reason": "no longer needed"}
+    cancelled = json.loads(retail.call(db, "cancel_pending_order", cancel))
+    refunds = cancelled["payment_history"][3:]
+    assert [entry["payment_method_id"] for entry in refunds] == [
+        paid["payment_method_id"],
+        other,
+        paid["payment_method_id"],
+    ]
+    assert {entry["transaction_type"] for entry in refunds} == {"refund"}
+
+
+def test_a_gift_card_is_credited_at_once_and_rounded(db: Database) -> None:
+    order = first(db, "pending", method="gift_card")
+    paid = order["payment_history"][0]
+    before = db.record("users", order["user_id"])["payment_methods"][paid["payment_method_id"]]["balance"]
+    retail.call(db, "cancel_pending_order", {"order_id": order["order_id"], "reason": "ordered by mistake"})
+    after = db.record("users", order["user_id"])["payment_methods"][paid["payment_method_id"]]["balance"]
+    assert after == round(before + paid["amount"], 2)
+
+
+def test_item_changes_keep_the_difference_unrounded_and_exchanges_round_it(db: Database) -> None:
+    seen = 0
+    for _, order in list(db.records("orders")):
+        name = {"pending": "modify_pending_order_items", "delivered": "exchange_delivered_order_items"}
+        if order["status"] not in name or order["payment_history"][0]["payment_method_id"].startswith("gift"):
+            continue
+        item = copy.deepcopy(order["items"][0])
+        variants = db.record("products", item["product_id"])["variants"]
+        new = next((key for key, variant in variants.items() if variant["available"]), None)
+        if new is None:
+            continue
+        answer = retail.call(
+            db,
+            name[order["status"]],
+            {
+                "order_id": order["order_id"],
+                "item_ids": [item["item_id"]],
+                "new_item_ids": [new],
+                "payment_method_id": order["payment_history"][0]["payment_method_id"],
+            },
+        )
+        after = json.loads(answer)
+        difference = variants[new]["price"] - item["price"]
+        if order["status"] == "delivered":
+            assert after["exchange_price_difference"] == round(difference, 2)
+            continue
+        seen += difference != round(difference, 2)
+        assert after["payment_history"][-1]["amount"] == abs(difference)
+        assert after["payment_history"][-1]["transaction_type"] == ("payment" if difference > 0 else "refund")
+        assert after["status"] == "pending (item modified)"
+    assert seen > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "observation"),
+    [
+        ("cancel_pending_order", {}, "missing 2 required positional arguments: 'order_id' and 'reason'"),
+        (
+            "modify_pending_order_items",
+            {"order_id": "x"},
+            "missing 3 required positional arguments: 'item_ids', 'new_item_ids', and 'payment_method_id'",
+        ),
+        ("think", {"thought": "x", "b": 1, "a": 2}, "got an unexpected keyword argument 'b'"),
+        ("get_user_details", {"self": 1}, "got an unexpected keyword argument 'self'"),
+    ],
+)
+def test_arguments_bind_as_a_python_call(db: Database, name: str, arguments: dict[str, Any], observation: str) -> None:
+    assert retail.call(db, name, arguments) == f"Error: {TOOLS[name].class_name}.invoke() {observation}"
+
+
+@pytest.mark.parametrize("arguments", [None, [], "{}", 1, True, [("order_id", "#W1")]])
+def test_arguments_that_are_no_object_are_answered(db: Database, arguments: Any) -> None:
+    answer = retail.call(db, "get_order_details", arguments)
+    assert answer == f"Error: arguments must be an object, not {type(arguments).__name__}"
+
+
+@pytest.mark.parametrize("name", ["", "respond", "Calculate", "calculate ", None, 3, ["calculate"], {"a": 1}])
+def test_an_unknown_tool_is_said_to_be_unknown(db: Database, name: Any) -> None:
+    assert retail.call(db, name, {}) == f"Unknown action {name}"
+
+
+def test_wrong_shapes_of_item_lists(db: Database) -> None:
+    order = first(db, "pending", method="credit_card")
+    base = {"order_id": order["order_id"], "payment_method_id": order["payment_history"][0]["payment_method_id"]}
+
+    def answer(items: Any, new: Any) -> str:
+        return retail.call(db, "modify_pending_order_items", {**base, "item_ids": items, "new_item_ids": new})
+
+    item = order["items"][0]["item_id"]
+    assert answer("123", []) == "Error: 1 not found"
+    assert answer([["a"]], []) == "Error: ['a'] not found"
+    assert answer([item], "7") == "Error: new item 7 not found or available"
+    assert answer([item], {"7": 1}) == "Error: new item 7 not found or available"
+    assert answer([item], [[item]]) == "Error: unhashable type: 'list'"
+    assert answer({"a": 1}, []).startswith("Error: 'dict' object has no attribute 'count'")
+    assert not db.touched
+    assert json.loads(answer("", {}))["status"] == "pending (item modified)"  # nothing asked for, and done
+
+
+def test_odd_but_legal_values_are_kept_and_hashed(db: Database) -> None:
+    address = dict.fromkeys(("address1", "address2", "city", "state", "country", "zip"))
+    odd = ["\ud800", 1, 1.0, True, None, [["x"], {"b": 1, "a": math.nan}]]
+    values = dict(zip(address, odd, strict=True))
+    user_id = next(iter(db.base.tables["users"]))
+    answer = retail.call(db, "modify_user_address", {"user_id": user_id, **values})
+    assert list(json.loads(answer)["address"]) == list(address)
+    hashes = {retail.database_hash(db)}
+    for place, value in enumerate([0, True, 1, 1, False, []]):
+        changed = {**values, list(address)[place]: value}
+        retail.call(db, "modify_user_address", {"user_id": user_id, **changed})
+        hashes.add(retail.database_hash(db))
+    assert len(hashes) == 7  # 1, 1.0 and True are equal in Python and differ in upstream's hash
+
+
+def test_arguments_nested_without_end_are_refused_before_any_write(db: Database) -> None:
+    deep: Any = "x"
+    for _ in range(5_000):
+        deep = [deep]
+    user_id = next(iter(db.base.tables["users"]))
+    arguments = dict.fromkeys(TOOLS["modify_user_address"].parameters, deep) | {"user_id": user_id}
+    assert retail.call(db, "modify_user_address", arguments) == "Error: arguments nested deeper than 100 levels"
+    assert not db.touched
+
+
+def test_no_call_raises_and_only_writes_leave_traces(source: retail.Source) -> None:
+    rng = random.Random(7)
+    for _ in range(soak(quick=30, full=1_000)):
+        db = source.database()
+        orders = some_orders(rng, db, 12)
+        for _ in range(40):
+            name, arguments = random_call(rng, db, orders)
+            before = db.changes()
+            answer = retail.call(db, name, copy.deepcopy(arguments))
+            assert isinstance(answer, str)
+            if name not in WRITES or answer.startswith("Error: "):
+                assert db.changes() == before, (name, arguments, answer)
+            elif name != "modify_user_address":
+                assert json.loads(answer) == db.record("orders", arguments["order_id"])
+    assert retail.database_hash(source.database()) == source.initial_hash
