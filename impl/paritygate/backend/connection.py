@@ -121,13 +121,13 @@ async def connect(
         await server.start()
         base_url, api_key = server.base_url, server.api_key
     try:
-        await probe(base_url)
         if server is None:
             api_key = _key(api_key, base_url)
-        guard = Guard(base_url, patience=patience, limit=limit)
+        await probe(base_url, str(api_key))
+        guard = Guard(base_url, str(api_key), patience=patience, limit=limit)
         if server is not None:
             guard.process_ended = server.ended
-        async with _session(base_url, str(api_key), guard, embedded=server is not None) as backend:
+        async with _session(guard, embedded=server is not None) as backend:
             yield backend
     finally:
         if server is not None:
@@ -135,10 +135,10 @@ async def connect(
 
 
 @asynccontextmanager
-async def _session(base_url: str, api_key: str, guard: Guard, *, embedded: bool) -> AsyncGenerator[Backend]:
+async def _session(guard: Guard, *, embedded: bool) -> AsyncGenerator[Backend]:
     import tinker
 
-    service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
+    service = tinker.ServiceClient(base_url=guard.base_url, api_key=guard.api_key)
     status: Literal["success", "errored", "interrupted"] = "success"
     try:
         # Building the holder talks to the service and blocks; without a session nothing else works.

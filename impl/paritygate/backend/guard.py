@@ -21,8 +21,11 @@ class ServiceDown(BackendError):  # noqa: N818 - the state of the service, as in
     """The service itself is gone (no health, or its process ended), not one request that it refused."""
 
 
-async def probe(base_url: str, *, tries: int = 2, seconds: float = PROBE_SECONDS) -> None:
-    """Ask GET /api/v1/healthz; raises ServiceDown naming the address within tries * (seconds + 0.5) seconds."""
+async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float = PROBE_SECONDS) -> None:
+    """Ask GET /api/v1/healthz; raises ServiceDown naming the address within tries * (seconds + 0.5) seconds.
+
+    A service that answers but refuses the key is a BackendError: it is there, and asking again does not help.
+    """
     url = f"{base_url.rstrip('/')}/api/v1/healthz"
     reason = ""
     async with httpx.AsyncClient(timeout=seconds) as client:
@@ -30,12 +33,14 @@ async def probe(base_url: str, *, tries: int = 2, seconds: float = PROBE_SECONDS
             try:
                 # The client's own time-out restarts with every byte; this one is for the whole answer.
                 async with asyncio.timeout(seconds):
-                    response = await client.get(url)
+                    response = await client.get(url, headers={"X-API-Key": api_key})
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             else:
                 if response.status_code == 200:
                     return
+                if response.status_code in (401, 403):
+                    raise BackendError(f"The service at {base_url} refuses the API key; correct TINKER_API_KEY.")
                 reason = f"HTTP status {response.status_code}"
             if attempt + 1 < tries:
                 await asyncio.sleep(0.5)
@@ -51,6 +56,7 @@ class Guard:
     """
 
     base_url: str
+    api_key: str
     patience: float = 60.0
     limit: float = 1800.0
     tries: int = 4
@@ -130,9 +136,9 @@ class Guard:
             if time.monotonic() < next_probe:
                 continue
             try:
-                await probe(self.base_url, tries=1)
+                await probe(self.base_url, self.api_key, tries=1)
                 healthy = time.monotonic()
-            except ServiceDown as error:
+            except BackendError as error:
                 if time.monotonic() - healthy > self.patience:
                     down.set_exception(error)
                     return
