@@ -11,7 +11,7 @@ async def spec_preflight(state: State) -> Decided:
     exp = state.exp
     return Decided(
         f"the spec has no findings: {exp.steps} steps x {exp.protocol.rollout.tasks_per_step} tasks = "
-        f"{exp.dataset.n_examples}, batches of {exp.batch_size}, {len(exp.arms)} arms that differ in the advantage only",
+        f"{exp.dataset.n_examples}, batches of {exp.batch_size}, {len(exp.arms)} arms that differ in the advantage",
         "schema and cross-field checks passed and every revision is pinned",
         {"pinned": _revisions(state), "losses": list(exp.losses)},
         ["spec.json"],
