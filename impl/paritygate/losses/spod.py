@@ -1,35 +1,23 @@
 """SPOD, success-preserving distillation: the KL of an action, or a floor where the student's success is protected."""
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _spod_ops as ops
 from . import _spod_rows as rows
-from ._checks import as_mask, refuse_where, result_dtype
-from .averaging import check_levels, lengths, token_weights
+from ._checks import as_mask, result_dtype
+from ._spod_fused import FusedSpod, Head, chunk_rows
+from ._spod_levels import Batch, SpodLoss, check_batch, combine, levels_of
 
-
-class SpodLoss(NamedTuple):
-    """The scalar loss (differentiable) and, for each action (A,), constants: what it was made of, in nats."""
-
-    loss: Tensor
-    gate: Tensor
-    student_logprob: Tensor
-    teacher_logprob: Tensor
-    kl: Tensor
-    floor: Tensor
-
-
-class _Batch(NamedTuple):
-    actions: Tensor
-    action_index: Tensor
-    episode_index: Tensor
-    success: Tensor
-    tau0: float
-    floor_weight: float
+__all__ = [
+    "SpodLoss",
+    "fused_linear_success_preserving_loss",
+    "success_preserving_loss",
+    "success_preserving_loss_and_grad",
+    "success_preserving_loss_padded",
+]
 
 
 def success_preserving_loss(
@@ -52,7 +40,7 @@ def success_preserving_loss(
     the device) an empty action or episode, an index out of order, a token outside [0, V), a row with NaN, +inf or all
     -inf. Source: arXiv 2610.25034, sections 3 and 4.
     """
-    batch = _Batch(actions, action_index, episode_index, success, tau0, floor_weight)
+    batch = Batch(actions, action_index, episode_index, success, tau0, floor_weight)
     _check(student_logits, teacher_logits, batch, validate)
     return SpodLoss(*_Spod.apply(student_logits, teacher_logits.detach(), batch, validate))
 
@@ -75,7 +63,7 @@ def success_preserving_loss_and_grad(
     `out` receives the gradient: (N, V) of the student's dtype, `student_logits` itself too. ValueError as the loss.
     """
     student, teacher = student_logits.detach(), teacher_logits.detach()
-    batch = _Batch(actions, action_index, episode_index, success, tau0, floor_weight)
+    batch = Batch(actions, action_index, episode_index, success, tau0, floor_weight)
     _check(student, teacher, batch, validate)
     if out is None:
         out = torch.empty_like(student)
@@ -84,7 +72,7 @@ def success_preserving_loss_and_grad(
             f"spod: out is {tuple(out.shape)} {out.dtype}; {tuple(student.shape)} {student.dtype} is expected"
         )
     with torch.no_grad():
-        levels = _levels(batch)
+        levels = levels_of(batch)
         known = ops.statistics_and_gradient_(
             out.detach(), student, teacher, actions, levels.tokens, levels.success, levels.weights, tau0, floor_weight
         )
@@ -92,21 +80,83 @@ def success_preserving_loss_and_grad(
         known = ops.statistics(student, teacher, actions) if fresh else known
         if validate:
             ops.refuse_unusable(known, "spod")
-        result, weights = _combine(known, batch, levels, result_dtype(student))
+        result, weights = combine(known, batch, levels, result_dtype(student))
         if fresh:
             ops.gradient_(out.detach(), student, teacher, actions, known, weights)
     return result, out
+
+
+def fused_linear_success_preserving_loss(
+    student_hidden: Tensor,
+    student_head: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: Tensor,
+    actions: Tensor,
+    action_index: Tensor,
+    episode_index: Tensor,
+    success: Tensor,
+    *,
+    tau0: float = 0.5,
+    floor_weight: float = 1.0,
+    validate: bool = True,
+    chunk_tokens: int | None = None,
+    exact_teacher_logprob: bool = True,
+) -> SpodLoss:
+    """`success_preserving_loss` of `hidden @ head.T`, hidden states (N, D) and heads (V, D), never all (N, V) at once.
+
+    Differentiable once in the student's hidden states and head: the gradients are made with the loss, kept in float32,
+    and handed over by one backward. The teacher's width D may differ. `chunk_tokens` rows of logits are held at once
+    (by default 32 MiB of them), twice. `exact_teacher_logprob=False` stops reading the teacher where an action is
+    protected already: its `teacher_logprob` is then an upper bound, the rest is the same. Gates are read by the host,
+    which waits for the device. ValueError as `success_preserving_loss`, and for shapes or dtypes that do not fit.
+    """
+    batch = Batch(actions, action_index, episode_index, success, tau0, floor_weight)
+    student, teacher = (student_hidden, student_head), (teacher_hidden.detach(), teacher_head.detach())
+    _check_heads(student, teacher, batch, chunk_tokens)
+    check_batch(batch, student_head.shape[0], validate)
+    kind = student_hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+        student, teacher = ((hidden.to(low), head.to(low)) for hidden, head in (student, teacher))
+    most = chunk_tokens or chunk_rows(student_head.shape[0], student[0].dtype)
+    with torch.autocast(kind, enabled=False):
+        return SpodLoss(*FusedSpod.apply(*student, Head(*teacher), batch, most, exact_teacher_logprob, validate))
+
+
+def _check_heads(
+    student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor], batch: Batch, chunk_tokens: int | None
+) -> None:
+    shapes = [tuple(x.shape) for x in (*student, *teacher)]
+    count, vocabulary = student[0].shape[:1], student[1].shape[:1]
+    if (
+        any(len(shape) != 2 for shape in shapes)
+        or shapes[0][1] != shapes[1][1]
+        or shapes[2][1] != shapes[3][1]
+        or (teacher[0].shape[:1], teacher[1].shape[:1], batch.actions.shape) != (count, vocabulary, count)
+        or batch.success.ndim != 1
+    ):
+        raise ValueError(
+            f"spod: shapes differ: student {shapes[0]} and {shapes[1]}, teacher {shapes[2]} and {shapes[3]}, "
+            f"actions {tuple(batch.actions.shape)}; (N, D) and (V, D), twice, and (N,) are expected"
+        )
+    dtypes = {x.dtype for x in (*student, *teacher)}
+    if len(dtypes) > 1 or not student[0].is_floating_point():
+        raise ValueError(
+            f"spod: hidden states and heads are {', '.join(map(str, dtypes))}; one float dtype is expected"
+        )
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"spod: chunk_tokens is {chunk_tokens}; it is at least 1")
 
 
 class _Spod(torch.autograd.Function):
     """The loss and its closed-form gradient, in differentiable operations where that is differentiated in turn."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, batch: _Batch, validate: bool) -> SpodLoss:
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, batch: Batch, validate: bool) -> SpodLoss:
         known = ops.statistics(student, teacher, batch.actions)
         if validate:
             ops.refuse_unusable(known, "spod")
-        result, weights = _combine(known, batch, _levels(batch), result_dtype(student))
+        result, weights = combine(known, batch, levels_of(batch), result_dtype(student))
         ctx.save_for_backward(student, teacher, batch.actions, known, *weights)
         ctx.mark_non_differentiable(*result[1:])
         return result
@@ -122,57 +172,17 @@ class _Spod(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class _Levels(NamedTuple):
-    """Of each action (A,): its number of tokens, whether its episode succeeded, the weight of each token."""
-
-    tokens: Tensor
-    success: Tensor
-    weights: Tensor
-
-
-def _levels(batch: _Batch) -> _Levels:
-    tokens = lengths(batch.action_index, batch.episode_index.shape[0])
-    of_tokens = token_weights(batch.action_index, batch.episode_index, batch.success.shape[0])
-    return _Levels(tokens, batch.success.bool()[batch.episode_index], rows.sum_by(of_tokens, tokens) / tokens)
-
-
-def _combine(known: Tensor, batch: _Batch, levels: _Levels, dtype: torch.dtype) -> tuple[SpodLoss, rows.Weights]:
-    """The result, and the weights of each row in the gradient, from the statistics of the rows."""
-    _, action_index, _, _, tau0, floor_weight = batch
-    tokens, success, weights = levels
-    row_kl, row_student, row_teacher = (ops.column(known, x) for x in ("kl", "student_logprob", "teacher_logprob"))
-    l_p, l_q = rows.sum_by(row_student, tokens), rows.sum_by(row_teacher, tokens)
-    # Row by row, so that equal rows tie exactly whatever the order of summation; inf - inf is NaN, and no protection.
-    gate = success & (rows.sum_by(row_teacher - row_student, tokens) < 0)
-    kl = torch.where(gate, 0.0, rows.sum_by(row_kl, tokens) / tokens)
-    floor = torch.where(gate, (math.log(tau0) - l_p).clamp(min=0.0) / tokens, 0.0)
-    loss = (weights * tokens) @ torch.where(gate, floor_weight * floor, kl)
-    of_kl = torch.where(gate, 0.0, weights)
-    of_floor = torch.where(gate & (l_p < math.log(tau0)), floor_weight * weights, 0.0)
-    return (
-        SpodLoss(loss.to(dtype), gate, l_p.to(dtype), l_q.to(dtype), kl.to(dtype), floor.to(dtype)),
-        rows.Weights(of_kl[action_index], of_floor[action_index]),
-    )
-
-
-def _check(student: Tensor, teacher: Tensor, batch: _Batch, validate: bool) -> None:
-    actions, action_index, episode_index, success, tau0, floor_weight = batch
-    if not 0.0 < tau0 <= 1.0:
-        raise ValueError(f"spod: tau0 is {tau0}; it lies in (0, 1]")
-    if not (math.isfinite(floor_weight) and floor_weight >= 0.0):
-        raise ValueError(f"spod: floor_weight is {floor_weight}; it is finite and not negative")
-    if student.ndim != 2 or student.shape != teacher.shape or actions.shape != student.shape[:1] or success.ndim != 1:
+def _check(student: Tensor, teacher: Tensor, batch: Batch, validate: bool) -> None:
+    shapes = (batch.actions.shape, batch.success.ndim)
+    if student.ndim != 2 or student.shape != teacher.shape or shapes != (student.shape[:1], 1):
         raise ValueError(
             f"spod: shapes differ: student_logits {tuple(student.shape)}, teacher_logits {tuple(teacher.shape)}, "
-            f"actions {tuple(actions.shape)}, success {tuple(success.shape)}; (N, V), (N, V), (N,), (E,) are expected"
+            f"actions {tuple(batch.actions.shape)}, success {tuple(batch.success.shape)}; "
+            "(N, V), (N, V), (N,), (E,) are expected"
         )
     if not (student.is_floating_point() and teacher.is_floating_point()):
         raise ValueError(f"spod: logits are {student.dtype} and {teacher.dtype}; floating point is expected")
-    if not validate:
-        return
-    check_levels(action_index, episode_index, student.shape[0], success.shape[0])
-    outside = (actions < 0) | (actions >= student.shape[1])
-    refuse_where(outside, actions, "spod: the token", f", outside [0, {student.shape[1]})")
+    check_batch(batch, student.shape[1], validate)
 
 
 def success_preserving_loss_padded(

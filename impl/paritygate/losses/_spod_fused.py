@@ -1,0 +1,257 @@
+"""SPOD from hidden states and heads: chunks of whole actions, the gradient in the forward, no (N, V) anywhere.
+
+The gate belongs to an action, so a chunk of whole actions knows its gradient while its logits are still there: two
+GEMMs for the logits and two for the gradients, and only the first two where an action is protected above its floor.
+An action longer than a chunk is measured first and, only if it has a gradient, computed again.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _spod_ops as ops
+from ._spod_levels import Batch, Levels, combine, levels_of, parts_of
+from ._spod_rows import Weights, sum_by
+from .kernels.cpu import COLUMNS
+
+TILE = 32 << 20  # bytes of one (chunk, V) block of logits: a GEMM of its height runs at nearly full speed
+
+
+class Head(NamedTuple):
+    """What logits are made of: hidden states (N, D) and a head (V, D)."""
+
+    hidden: Tensor
+    head: Tensor
+
+    def logits(self, out: Tensor, rows: slice | Tensor) -> Tensor:
+        """hidden[rows] @ head.T into `out`."""
+        return torch.mm(self.hidden[rows], self.head.t(), out=out)
+
+
+class Span(NamedTuple):
+    """Rows and actions that are computed together."""
+
+    rows: slice
+    actions: slice
+
+
+def chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
+    """How many rows a chunk has where the caller does not say."""
+    return max(16, TILE // max(1, vocabulary * dtype.itemsize))
+
+
+def plan(tokens: list[int], may_open: list[bool], most: int) -> list[Span]:
+    """Whole actions, at most `most` rows together; a longer one alone, cut to `most` where its gate cannot open."""
+    spans: list[Span] = []
+    first_row = first_action = row = 0
+
+    def close(row: int, action: int) -> None:
+        if row > first_row:
+            spans.append(Span(slice(first_row, row), slice(first_action, action)))
+
+    for action, count in enumerate(tokens):
+        if row + count - first_row > most:
+            close(row, action)
+            first_row, first_action = row, action
+        row += count
+        if count > most:
+            step = count if may_open[action] else most
+            own = slice(action, action + 1)
+            spans.extend(Span(slice(i, min(i + step, row)), own) for i in range(first_row, row, step))
+            first_row, first_action = row, action + 1
+    close(row, len(tokens))
+    return spans
+
+
+class Fused:
+    """One evaluation: the statistics of every row, and, where wanted, the gradients of hidden states and head."""
+
+    def __init__(
+        self, student: Head, teacher: Head, batch: Batch, most: int, *, exact: bool, want: tuple[bool, bool]
+    ) -> None:
+        count, vocabulary = student.hidden.shape[0], student.head.shape[0]
+        self.student, self.teacher, self.batch, self.exact = student, teacher, batch, exact
+        self.levels = levels_of(batch)
+        self.known = student.hidden.new_zeros(count, len(COLUMNS), dtype=torch.float64)
+        precise = torch.float64 if student.hidden.dtype == torch.float64 else torch.float32
+        self.grad_hidden = torch.zeros_like(student.hidden, dtype=precise) if want[0] else None
+        self.grad_head = torch.zeros_like(student.head, dtype=precise) if want[1] else None
+        # Half precision cannot hold 1 / (n S E) of a large batch: the largest weight is made 1, undone at the end.
+        self.scale = 1.0 / float(self.levels.weights.max()) if precise != student.hidden.dtype else 1.0
+        self.most = min(most, count)
+        self.tiles = [student.hidden.new_empty(self.most, vocabulary) for _ in range(2)]
+
+    def run(self) -> None:
+        """Every chunk in turn."""
+        for span in plan(self.levels.tokens.tolist(), self.levels.success.tolist(), self.most):
+            (self.whole if span.rows.stop - span.rows.start <= self.most else self.long)(span)
+        for gradient in (self.grad_hidden, self.grad_head):
+            if gradient is not None and self.scale != 1.0:
+                gradient.div_(self.scale)
+
+    def whole(self, span: Span) -> None:
+        """Rows that fit the tiles, and whose gates are decided by them or cannot open."""
+        p, q = self.compute(span.rows)
+        unread = None if self.exact else self.teacher_until_decided(span, p, q)
+        if unread is None:
+            self.teacher.logits(q, span.rows)
+        self.known[span.rows] = ops.statistics(p, q, self.batch.actions[span.rows])
+        if unread is not None:
+            ops.column(self.known[span.rows], "teacher_logprob")[unread] = 0.0  # all that is known is log q <= 0
+        self.differentiate(span.rows, self.weights(span))
+
+    def long(self, span: Span) -> None:
+        """One action that does not fit the tiles and whose gate may open: measured, then computed again if need be."""
+        pieces = [
+            slice(i, min(i + self.most, span.rows.stop)) for i in range(span.rows.start, span.rows.stop, self.most)
+        ]
+        if self.exact:
+            self.measure(pieces)
+        else:
+            self.measure_until_decided(pieces)
+        weights = self.weights(span)
+        again = not self.exact and bool(weights[0].any())  # the KL of an unprotected action is not known yet
+        for piece in pieces if again or (self.wanted and bool(weights.any())) else ():
+            p, q = self.compute(piece)
+            if bool(weights[0].any()):
+                self.teacher.logits(q, piece)
+            if again:
+                self.known[piece] = ops.statistics(p, q, self.batch.actions[piece])
+            self.differentiate(piece, weights[:, piece.start - span.rows.start : piece.stop - span.rows.start])
+
+    def compute(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """The tiles for some rows: the student's logits, and room for the teacher's."""
+        p, q = (tile[: rows.stop - rows.start] for tile in self.tiles)
+        return self.student.logits(p, rows), q
+
+    def measure(self, pieces: list[slice]) -> None:
+        """The statistics of these rows."""
+        for piece in pieces:
+            p, q = self.compute(piece)
+            self.known[piece] = ops.statistics(p, self.teacher.logits(q, piece), self.batch.actions[piece])
+
+    def measure_until_decided(self, pieces: list[slice]) -> None:
+        """Log-probabilities of one action: the student's, then the teacher's until their sum is below, 0 from there."""
+        for piece in pieces:
+            p, _ = self.compute(piece)
+            self.known[piece] = ops.statistics(p, p, self.batch.actions[piece])
+        rows = self.known[pieces[0].start : pieces[-1].stop]
+        student = float(ops.column(rows, "student_logprob").sum())
+        ops.column(rows, "teacher_logprob").zero_()
+        for piece in pieces:
+            q = self.teacher.logits(self.compute_room(piece), piece)
+            measured = ops.statistics(q, q, self.batch.actions[piece])
+            ops.column(self.known[piece], "teacher_logprob").copy_(ops.column(measured, "student_logprob"))
+            if float(ops.column(rows, "teacher_logprob").sum()) < student:
+                return
+
+    def compute_room(self, rows: slice) -> Tensor:
+        """The second tile, for some rows."""
+        return self.tiles[1][: rows.stop - rows.start]
+
+    def teacher_until_decided(self, span: Span, p: Tensor, q: Tensor) -> Tensor | None:
+        """Teacher logits into `q`: half the tokens of each action that may be protected, then of the undecided the rest.
+
+        Every log q_j <= 0, so once a partial sum is below the student's whole the action is protected. Returns the mask
+        (n,) of rows not computed (a copy of the student's stands there), or None where no gate may open: nothing done.
+        """
+        of_action = self.batch.action_index[span.rows] - span.actions.start
+        open_rows = self.levels.success[span.actions][of_action]
+        if not bool(open_rows.any()):
+            return None
+        actions, tokens = self.batch.actions[span.rows], self.levels.tokens[span.actions]
+        position = torch.arange(len(actions), device=actions.device) - (tokens.cumsum(0) - tokens)[of_action]
+        late = open_rows & (2 * position >= tokens[of_action].clamp(min=2))
+        student = sum_by(ops.column(ops.statistics(p, p, actions), "student_logprob"), tokens)
+        q.copy_(p)
+        teacher = torch.zeros_like(open_rows, dtype=torch.float64)
+        self._scatter_teacher(span.rows, q, teacher, ~late)
+        undecided = ~(sum_by(teacher, tokens) < student)[of_action]
+        self._scatter_teacher(span.rows, q, teacher, late & undecided)
+        return late & ~undecided
+
+    def _scatter_teacher(self, rows: slice, q: Tensor, logprobs: Tensor, chosen: Tensor) -> None:
+        index = chosen.nonzero()[:, 0]
+        if len(index):
+            logits = self.teacher.hidden[rows][index] @ self.teacher.head.t()
+            measured = ops.statistics(logits, logits, self.batch.actions[rows][index])
+            logprobs[index] = ops.column(measured, "student_logprob")
+            q[index] = logits
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any gradient is."""
+        return self.grad_hidden is not None or self.grad_head is not None
+
+    def weights(self, span: Span) -> Tensor:
+        """The factors (2, n) of `p - q` and of `p - onehot` in the gradient of these rows, times the scale."""
+        levels = Levels(*(x[span.actions] for x in self.levels))
+        if span.rows.stop - span.rows.start < int(levels.tokens.sum()):  # a piece of an action whose gate cannot open
+            return (
+                torch.stack([levels.weights, torch.zeros_like(levels.weights)]).expand(
+                    2, span.rows.stop - span.rows.start
+                )
+                * self.scale
+            )
+        parts = parts_of(self.known[span.rows], levels, self.batch.tau0, self.batch.floor_weight)
+        of_action = self.batch.action_index[span.rows] - span.actions.start
+        return torch.stack([parts.of_kl, parts.of_floor])[:, of_action] * self.scale
+
+    def differentiate(self, rows: slice, weights: Tensor) -> None:
+        """Adds what some rows, their logits in the tiles, give to the gradients; nothing for rows without one."""
+        active = weights.any(0)
+        if not (self.wanted and bool(active.any())):
+            return
+        p, q = (tile[: rows.stop - rows.start] for tile in self.tiles)
+        ops.gradient_(p, p, q, self.batch.actions[rows], self.known[rows], Weights(*weights))
+        index = slice(None) if bool(active.all()) else active.nonzero()[:, 0]
+        if isinstance(index, Tensor):
+            p = torch.index_select(p, 0, index, out=q[: len(index)])
+        if self.grad_hidden is not None:
+            self.grad_hidden[rows][index] = (p @ self.student.head).to(self.grad_hidden.dtype)
+        if self.grad_head is not None:
+            add_product(self.grad_head, p, self.student.hidden[rows][index])
+
+
+def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """total += gradient.T @ hidden; where `total` is more precise than these, a slice of the vocabulary at a time."""
+    if total.dtype == gradient.dtype:
+        total.addmm_(gradient.t(), hidden)
+        return
+    step = max(1, TILE // max(1, hidden.shape[1] * hidden.itemsize))
+    for start in range(0, gradient.shape[1], step):
+        total[start : start + step] += gradient[:, start : start + step].t() @ hidden
+
+
+class FusedSpod(torch.autograd.Function):
+    """The loss of hidden states and heads; its gradients are made in the forward and handed over once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, teacher: Head, batch: Batch, most: int, exact: bool, validate: bool
+    ) -> tuple[Tensor, ...]:
+        want = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        work = Fused(Head(hidden, head), teacher, batch, most, exact=exact, want=want)
+        work.run()
+        if validate:
+            ops.refuse_unusable(work.known, "spod: hidden @ head.T")
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        result, _ = combine(work.known, batch, work.levels, dtype)
+        ctx.made = (work.grad_hidden, work.grad_head)
+        ctx.dtypes = (hidden.dtype, head.dtype)
+        ctx.mark_non_differentiable(*result[1:])
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.made is None:
+            raise RuntimeError(
+                "spod: the fused loss hands its gradients over once; compute the loss again, without retain_graph"
+            )
+        made, ctx.made = ctx.made, None
+        if grad_loss.device.type != "cpu" or float(grad_loss) != 1.0:
+            made = [g if g is None else g.mul_(grad_loss) for g in made]
+        converted = (g if g is None else g.to(d) for g, d in zip(made, ctx.dtypes, strict=True))
+        return (*converted, *[None] * 5)
