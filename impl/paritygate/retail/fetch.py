@@ -74,11 +74,11 @@ def _from_folder(folder: Path, filled: Path) -> None:
     """Copy the JSON layout as it is; write upstream's layout (a checkout or its retail folder) as JSON."""
     if (folder / "tools_info.json").exists():
         for name in sorted(_OURS):
-            source = folder / name
-            if source.is_dir():
-                shutil.copytree(source, filled / name, copy_function=shutil.copyfile)
-            elif source.exists():
-                shutil.copyfile(source, filled / name)
+            for source in sorted((folder / name).iterdir()) if (folder / name).is_dir() else [folder / name]:
+                if source.is_file():
+                    target = filled / source.relative_to(folder)
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(source, target)  # the bytes only: the origin may be read-only
         return
     retail = folder / layout.UPSTREAM_FOLDER
     write(layout.read(retail if retail.is_dir() else folder), filled)

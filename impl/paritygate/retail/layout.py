@@ -12,6 +12,7 @@ from paritygate.retail.errors import DataError
 SPLITS = ("train", "dev", "test")
 TABLES = ("orders", "products", "users")
 UPSTREAM_FOLDER = Path("tau_bench/envs/retail")
+_CONSTRUCTORS = ("Task", "Action")
 
 Parts = dict[str, Any]
 """`orders`, `products`, `users`, `tasks/train|dev|test` (lists), `wiki` (text), `rules`, `tools`: all as JSON data."""
@@ -33,7 +34,7 @@ def _json_parts(folder: Path) -> Iterator[tuple[str, Any]]:
     for split in SPLITS:
         path = folder / f"retail_tasks_{split}.json"
         yield f"tasks/{split}", _tasks(path, _json(path))
-    yield "wiki", _bytes(folder / "wiki.md").decode()
+    yield "wiki", _text(folder / "wiki.md")
     yield "rules", _json(folder / "rules.json")
     yield "tools", _json(folder / "tools_info.json")
 
@@ -49,6 +50,13 @@ def _bytes(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read ({error}); `make data` fetches it again") from error
 
 
+def _text(path: Path) -> str:
+    try:
+        return _bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error}); `make data` fetches it again") from error
+
+
 def _json(path: Path) -> Any:
     try:
         return json.loads(_bytes(path))
@@ -58,6 +66,8 @@ def _json(path: Path) -> Any:
 
 def _tasks(path: Path, tasks: Any) -> list[dict[str, Any]]:
     """The fields that upstream's Task keeps (user_id, instruction, actions, outputs), in one order."""
+    if not isinstance(tasks, list):
+        raise DataError(f"{path}: {type(tasks).__name__}, not a list of tasks; `make data` fetches it again")
     try:
         return [
             {
@@ -68,8 +78,10 @@ def _tasks(path: Path, tasks: Any) -> list[dict[str, Any]]:
             }
             for task in tasks
         ]
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise DataError(f"{path}: a task without the field {error}; `make data` fetches it again") from error
+    except TypeError as error:
+        raise DataError(f"{path}: a task of another form ({error}); `make data` fetches it again") from error
 
 
 def _upstream_parts(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -78,14 +90,14 @@ def _upstream_parts(folder: Path) -> Iterator[tuple[str, Any]]:
     for split in SPLITS:
         path = folder / f"tasks_{split}.py"
         yield f"tasks/{split}", _tasks(path, _assigned(path, f"TASKS_{split.upper()}"))
-    yield "wiki", _bytes(folder / "wiki.md").decode()
+    yield "wiki", _text(folder / "wiki.md")
     yield "rules", _assigned(folder / "rules.py", "RULES")
     yield "tools", [_tool(folder / "tools" / f"{name}.py") for name in _tool_modules(folder / "tools/__init__.py")]
 
 
 def _tree(path: Path) -> ast.Module:
     try:
-        return ast.parse(_bytes(path).decode(), str(path))
+        return ast.parse(_text(path), str(path))
     except (SyntaxError, ValueError) as error:
         raise DataError(f"{path}: not Python source ({error})") from error
 
@@ -109,7 +121,11 @@ def _tool_modules(path: Path) -> list[str]:
     }
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.List):
-            return [module_of[ast.unparse(element)] for element in statement.value.elts]
+            names = [ast.unparse(element) for element in statement.value.elts]
+            for name in names:
+                if name not in module_of:
+                    raise DataError(f"{path}: the tool {name} is imported from no module, so this is not upstream's")
+            return [module_of[name] for name in names]
     raise DataError(f"{path}: no list of tools, so this is not upstream's layout")
 
 
@@ -124,8 +140,8 @@ def _tool(path: Path) -> Any:
 
 
 def _literal(path: Path, node: ast.expr) -> Any:
-    """The value of literals and of calls with keywords only, which become dictionaries; nothing is executed."""
-    if isinstance(node, ast.Call) and not node.args:
+    """The value of literals, with Task(...) and Action(...) as dictionaries; nothing is executed."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in _CONSTRUCTORS and not node.args:
         return {word.arg: _literal(path, word.value) for word in node.keywords if word.arg is not None}
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(path, element) for element in node.elts]
