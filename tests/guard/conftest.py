@@ -1,0 +1,29 @@
+"""Small trees: `bare` has no receipt, `tree` has a green one; each test gets a copy of its own."""
+
+from pathlib import Path
+
+import pytest
+from small_tree import Tree, build
+
+
+@pytest.fixture(scope="session")
+def bare_template(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    return build(tmp_path_factory.mktemp("bare") / "tree")
+
+
+@pytest.fixture(scope="session")
+def tree_template(bare_template: Tree, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    tree = bare_template.copy(tmp_path_factory.mktemp("green") / "tree")
+    output = tree.parity()
+    assert "parity: green, 4 obligations" in output, output
+    return tree
+
+
+@pytest.fixture
+def bare(bare_template: Tree, tmp_path: Path) -> Tree:
+    return bare_template.copy(tmp_path / "bare")
+
+
+@pytest.fixture
+def tree(tree_template: Tree, tmp_path: Path) -> Tree:
+    return tree_template.copy(tmp_path / "tree")
