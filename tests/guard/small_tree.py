@@ -97,7 +97,7 @@ OBLIGATION = {
 
 @dataclass(frozen=True)
 class Tree:
-    """A small tree at `root`; every command runs in a process of its own, with only the environment that it is given."""
+    """A small tree at `root`; every command runs in a process of its own, in the environment that it is given."""
 
     root: Path
 
