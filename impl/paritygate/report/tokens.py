@@ -1,0 +1,114 @@
+"""Transcripts token by token: which ones the page shows, and how strongly each token was pushed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paritygate.receipts import canonical, write_atomic
+from paritygate.report.files import Record, RunFiles, read_object, read_run
+
+VOCABULARY = "vocabulary.json"
+EACH_ARM = 2
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a transcript: its text, whether the agent sampled it, and its colour (CSS) where it was pushed."""
+
+    text: str
+    sampled: bool
+    colour: str | None
+    hint: str
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """One episode for a reader: a title, what it scored, and its tokens after the prompt."""
+
+    title: str
+    scores: str
+    rationale: tuple[tuple[str, str], ...]
+    tokens: tuple[Token, ...]
+    largest: float
+
+
+def chosen(run: RunFiles) -> list[tuple[str, int, Record]]:
+    """(arm, step, trajectory) of what is shown: an arm's last training step, highest and lowest composite."""
+    picked: list[tuple[str, int, Record]] = []
+    for arm in run.arms:
+        steps = run.training(arm)
+        if not steps:
+            continue
+        step = steps[-1]["step"]
+        rows = [row for row in run.trajectories("train", arm, step) if row.get("judgement")]
+        ordered = sorted(rows, key=lambda row: -(row["judgement"]["composite"] or 0.0))
+        ends = [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
+        picked += [(arm, step, row) for row in ends[:EACH_ARM]]
+    return picked
+
+
+def write_vocabulary(run_dir: Path | str, decode: Callable[[list[int]], str]) -> str:
+    """Write the texts of the tokens that the page shows, so that the files alone make it; return the file's name."""
+    run = read_run(run_dir)
+    ids = sorted({token for _, _, row in chosen(run) for token in row["tokens"]})
+    write_atomic(run.directory / VOCABULARY, canonical({str(token): decode([token]) for token in ids}))
+    return VOCABULARY
+
+
+def transcripts(run: RunFiles) -> list[Transcript]:
+    """The chosen transcripts with their heat maps; token ids stand for texts where there is no vocabulary."""
+    texts = read_object(run.directory / VOCABULARY) or {}
+    return [_transcript(arm, step, row, texts) for arm, step, row in chosen(run)]
+
+
+def _transcript(arm: str, step: int, row: Record, texts: Record) -> Transcript:
+    advantages: Sequence[float] = row.get("advantages") or [0.0] * len(row["tokens"])
+    values = [_finite(value) for value in advantages]
+    largest = max((abs(value) for value in values), default=0.0)
+    teacher = (row.get("teacher") or {}).get("logprobs") or [None] * len(row["tokens"])
+    tokens = tuple(
+        _token(
+            texts.get(str(row["tokens"][t]), f"[{row['tokens'][t]}]"),
+            bool(row["mask"][t]),
+            values[t],
+            largest,
+            (row["sampler_logprobs"][t], teacher[t]),
+        )
+        for t in range(row.get("prompt_length", 0), len(row["tokens"]))
+    )
+    judgement = row["judgement"]
+    scores = (
+        f"composite {judgement['composite']:.3f}; task reward {row['reward']:g}; {row['turns']} turns; "
+        f"ended by {row['ended_by']}"
+    )
+    rationale = judgement.get("rationale") or {}
+    return Transcript(
+        title=f"{arm}, step {step}, {row['split']} task {row['task_index']}, rollout {row['rollout']}",
+        scores=scores,
+        rationale=tuple((str(key), str(value)) for key, value in rationale.items()),
+        tokens=tokens,
+        largest=largest,
+    )
+
+
+def _finite(value: object) -> float:
+    number = float(value) if isinstance(value, int | float | str) else 0.0
+    return number if abs(number) < float("inf") else 0.0
+
+
+def _token(
+    text: str, sampled: bool, advantage: float, largest: float, logprobs: tuple[float | None, float | None]
+) -> Token:
+    if not sampled:
+        return Token(text, False, None, "")
+    student, teacher = logprobs
+    hint = f"advantage {advantage:+.3f}"
+    if student is not None:
+        hint += f"; sampled at {student:.3f} nats"
+    if teacher is not None:
+        hint += f"; teacher {teacher:.3f} nats"
+    if not largest or not advantage:
+        return Token(text, True, None, hint)
+    strength = abs(advantage) / largest
+    red, green, blue = (11, 110, 153) if advantage > 0 else (194, 86, 12)
+    return Token(text, True, f"rgba({red},{green},{blue},{0.12 + 0.68 * strength:.2f})", hint)
