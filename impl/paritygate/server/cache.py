@@ -8,16 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paritygate.server.network import ATTENTION_ROWS, BLOCK, Shape
+from paritygate.server.limits import Shape
 
 PAGE = 16  # tokens a cached page
+ROOM = 64  # capacities are multiples of this, the attention's block of keys
 
 
 class Sequence:
     """One sequence in the making: keys and values (L, 2, K, capacity, D), hidden states, and how many are computed."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, tokens: list[int], capacity: int) -> None:
-        self.capacity = -(-capacity // BLOCK) * BLOCK
+        self.capacity = -(-capacity // ROOM) * ROOM
         # Zeros, not empty: masked keys still enter a product with weight 0, and 0 * NaN is NaN.
         self.kv = torch.zeros(shape.layers, 2, shape.kv_heads, self.capacity, shape.head_dim, dtype=dtype)
         self.hidden = torch.zeros(self.capacity, shape.hidden, dtype=dtype)
@@ -34,60 +35,6 @@ class Sequence:
         copy.hidden[: self.done] = self.hidden[: self.done]
         copy.done = self.done
         return copy
-
-
-@dataclass(frozen=True)
-class Span:
-    """Rows [row, row + count) of a packed batch are tokens [start, start + count) of `sequence`."""
-
-    sequence: Sequence
-    row: int
-    start: int
-    count: int
-
-
-class CachedAttention:
-    """Attention that appends to each sequence's keys and values, then attends to all of them."""
-
-    def __init__(self, spans: list[Span]) -> None:
-        self.spans = spans
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        q = q * scale
-        out = torch.zeros_like(q)
-        for span in self.spans:
-            keys, values = span.sequence.kv[layer, 0], span.sequence.kv[layer, 1]
-            keys[:, span.start : span.start + span.count] = k[:, span.row : span.row + span.count]
-            values[:, span.start : span.start + span.count] = v[:, span.row : span.row + span.count]
-            position, row, left = span.start, span.row, span.count
-            while left:
-                count = min(left, BLOCK - position % BLOCK)
-                out[:, row : row + count] = _attend_block(q[:, row : row + count], keys, values, position)
-                position, row, left = position + count, row + count, left - count
-        return out
-
-
-_CAUSAL = torch.full((BLOCK, BLOCK), float("-inf")).triu(1)
-
-
-def _attend_block(q: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
-    """q (H, m, D) at positions [position, position + m) of one block -> (H, m, D); the block's end bounds the keys."""
-    heads, m, dim = q.shape
-    kv_heads = keys.shape[0]
-    end = (position // BLOCK + 1) * BLOCK
-    rows = heads // kv_heads * m
-    queries = q.reshape(kv_heads, rows, dim)
-    if rows < ATTENTION_ROWS:
-        queries = torch.cat([queries, queries.new_zeros(kv_heads, ATTENTION_ROWS - rows, dim)], 1)
-    scores = torch.matmul(queries, keys[:, :end].transpose(1, 2)).float()
-    if m == 1:
-        scores[:, :, position + 1 :] = float("-inf")
-    else:
-        offset = position % BLOCK
-        view = scores[:, :rows].view(kv_heads, heads // kv_heads, m, end)
-        view[..., end - BLOCK :] += _CAUSAL[offset : offset + m]
-    weights = torch.softmax(scores, -1).to(values.dtype)
-    return torch.matmul(weights, values[:, :end])[:, :rows].reshape(heads, m, dim)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paritygate.server.cache import CachedAttention, PrefixCache, Sequence, Span
+from paritygate.server.attention import CachedAttention, Span
+from paritygate.server.cache import PrefixCache, Sequence
 from paritygate.server.limits import Limits, RequestError
 from paritygate.server.lora import Snapshot, Weights
 from paritygate.server.network import MIN_ROWS, Network

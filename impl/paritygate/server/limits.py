@@ -1,4 +1,4 @@
-"""What a request may ask for, and the error that says which limit it met."""
+"""What a request may ask for: the model's sizes, the server's bounds, and the error that says which was met."""
 
 from dataclasses import dataclass
 
@@ -36,3 +36,16 @@ class Limits:
     poll_seconds: float = 30.0
     out_of_order_seconds: float = 60.0
     session_seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that the cache needs, and the longest sequence."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocabulary: int
+    context: int
+    end_tokens: frozenset[int]

@@ -4,8 +4,6 @@ Every row's result has the same bits whatever else is in the batch (design/030):
 `MIN_ROWS`, and attention is computed sequence by sequence over key ranges that depend on the row's position only.
 """
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -13,30 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from paritygate.errors import BadInputError
-from paritygate.server.lora import BASE, LoraLinear, Routes, Target, Weights, apply_linear
+from paritygate.server.limits import Shape
+from paritygate.server.lora import LoraLinear, Routes, Target, Weights, apply_linear
 
 MIN_ROWS = 16  # with fewer rows a CPU matrix product takes another path and other last bits
-ATTENTION_ROWS = 8  # the same for the products inside attention (queries of one key/value head)
-BLOCK = 64  # keys are attended in whole blocks: a row at position p sees ceil((p + 1) / BLOCK) of them, masked
 
 
 class Attention(Protocol):
     """Attention of one forward pass: q (H, T, D), k and v (K, T, D) -> (H, T, D); `scale` multiplies the scores."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes that the cache needs, and the longest sequence."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    vocabulary: int
-    context: int
-    end_tokens: frozenset[int]
 
 
 class Network:
@@ -101,24 +85,6 @@ class Network:
         return self._attention.attend(layer, q, k, v, scale)
 
 
-class PlainAttention:
-    """Causal attention of whole sequences laid end to end, differentiable; `lengths` sum to T."""
-
-    def __init__(self, lengths: Seq[int]) -> None:
-        self.lengths = list(lengths)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        outs = [
-            nn.functional.scaled_dot_product_attention(
-                qi[None], ki[None], vi[None], is_causal=True, scale=scale, enable_gqa=q.shape[0] != k.shape[0]
-            )[0]
-            for qi, ki, vi in zip(
-                q.split(self.lengths, 1), k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True
-            )
-        ]
-        return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
-
-
 _NAME = "paritygate_packed"
 
 
@@ -166,6 +132,3 @@ def _shape(config: Any, generation: Any) -> Shape:
         context=config.max_position_embeddings,
         end_tokens=frozenset([ends] if isinstance(ends, int) else ends or []),
     )
-
-
-__all__ = ["ATTENTION_ROWS", "BASE", "BLOCK", "MIN_ROWS", "Attention", "Network", "PlainAttention", "Shape"]

@@ -77,7 +77,7 @@ class Service:
         self.promises = Promises(limits)
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
-        self.samplers: "OrderedDict[str, Sampler]" = OrderedDict()
+        self.samplers: OrderedDict[str, Sampler] = OrderedDict()
         self.closing = False
 
     # ------------------------------------------------------------------ sessions
@@ -204,7 +204,7 @@ class Service:
         return model
 
     def _check_base(self, name: str) -> None:
-        if name.split(":")[0] != self.model_name:
+        if name.split(":", maxsplit=1)[0] != self.model_name:
             raise RequestError(f"base_model {name!r} is not served here; this server has {self.model_name!r}", 404)
 
     # ------------------------------------------------------------------ a model's requests, in seq_id order

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paritygate.server.attention import PlainAttention
 from paritygate.server.limits import RequestError
 from paritygate.server.lora import Adapter
 from paritygate.server.losses import Config, LossInputs, find_loss
-from paritygate.server.network import MIN_ROWS, Network, PlainAttention
+from paritygate.server.network import MIN_ROWS, Network
 
 CHUNK = 128  # rows of logits held at once
 

@@ -10,9 +10,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
 
 from paritygate.server.engine import SampleResult
-from paritygate.server.limits import Limits, RequestError
+from paritygate.server.limits import Limits, RequestError, Shape
 from paritygate.server.losses import LossInputs, find_loss
-from paritygate.server.network import Shape
 from paritygate.server.sampling import SamplingParams
 from paritygate.server.scoring import Scoring
 from paritygate.server.training import AdamParams, Datum, Outcome
