@@ -51,7 +51,7 @@ def full(wiki: str, tools: Sequence[dict[str, Any]]) -> Context:
 
 
 def compact(tools: Sequence[dict[str, Any]]) -> Context:
-    """About 240 tokens for SmolLM2 before the conversation; `COMPACT_RULE` says what was abridged."""
+    """About 260 tokens for SmolLM2 before the conversation, calls in ChatML's form; `COMPACT_RULE` is what was cut."""
     lines = [signature(tool) for tool in tools if tool_name(tool) in COMPACT_TOOLS]
     system = COMPACT_POLICY + "\nTools:\n" + "\n".join(lines)
     return Context("compact", system, tuple(tools), COMPACT_OBSERVATION, COMPACT_RULE)

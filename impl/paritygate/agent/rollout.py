@@ -139,7 +139,7 @@ async def _play(
         record.given(prompt[len(record.tokens) :])
         record.prompt_length = record.prompt_length or len(prompt)
         cut = await _sample_turn(renderer, sampler, limits, seed, record)
-        turn = read_turn(renderer, record.tokens[record.spans[-1][0] :], prompt, context.rendered_tools)
+        turn = read_turn(renderer, record.tokens[record.spans[-1][0] :], prompt, list(context.tools))
         new, ended = await _act(env, user, context, record, turn, cut)
         if ended is not None:
             return ended
