@@ -47,20 +47,13 @@ def bucketed(log_p: Array, kept: NDArray[np.intp], use_tail: bool) -> Buckets:
     )
 
 
-def renormalised(log_p: Array, kept: NDArray[np.intp], place: str) -> Array:
+def renormalised(logits: Array, kept: NDArray[np.intp], place: str) -> Array:
     """Log-probabilities (V,) of the `kept` entries alone, -inf elsewhere; ValueError naming `place`: they have none."""
-    total = log_sum(log_p[kept])
-    if total == -math.inf:
+    if (logits[kept] == -math.inf).all():
         raise ValueError(f"{place} has no probability among the student's top_k: it cannot be renormalised")
-    inside = np.full_like(log_p, -math.inf)
-    inside[kept] = log_p[kept] - total
+    inside = np.full_like(logits, -math.inf)
+    inside[kept] = log_softmax(logits[kept], place)
     return inside
-
-
-def log_sum(logs: Array) -> float:
-    """log(sum(exp(logs))), -inf where all are."""
-    top = float(logs.max())
-    return top if top == -math.inf else top + math.log(float(np.exp(logs - top).sum()))
 
 
 def kl_divergence(log_a: Array, log_b: Array) -> float:

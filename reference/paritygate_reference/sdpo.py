@@ -188,8 +188,8 @@ def _row(student: Array, teacher: Array, options: _Options, place: str) -> tuple
     if options.top_k is not None:
         kept = np.argsort(-student, kind="stable")[: options.top_k]
         if not options.tail:
-            log_p = renormalised(log_p, kept, f"logit_loss: student row {place}")
-            log_q = renormalised(log_q, kept, f"logit_loss: teacher row {place}")
+            log_p = renormalised(student, kept, f"logit_loss: student row {place}")
+            log_q = renormalised(teacher, kept, f"logit_loss: teacher row {place}")
     use_tail = options.top_k is not None and options.tail
     p, q = bucketed(log_p, kept, use_tail), bucketed(log_q, kept, use_tail)
     return _divergence(p, q, options), _row_gradient(p, q, np.exp(log_p), kept, options)

@@ -56,12 +56,12 @@ class _Buckets(NamedTuple):
     capped: Tensor | None  # (n,)
 
 
-def _buckets(log_p: Tensor, kept: Tensor | None, tail: bool) -> _Buckets:
+def _buckets(logits: Tensor, log_p: Tensor, kept: Tensor | None, tail: bool) -> _Buckets:
     if kept is None:
         return _Buckets(log_p, 0.0, None)
-    selected = log_p.gather(1, kept)
     if not tail:
-        return _Buckets(selected.log_softmax(-1), 0.0, None)
+        return _Buckets(logits.gather(1, kept).log_softmax(-1), 0.0, None)
+    selected = log_p.gather(1, kept)
     rest = log_p.exp().scatter(1, kept, 0.0).sum(-1)  # summed, not 1 - the kept: a small tail keeps its digits
     capped = rest < SMALLEST_TAIL
     log_tail = rest.clamp(min=SMALLEST_TAIL).log()
@@ -71,8 +71,7 @@ def _buckets(log_p: Tensor, kept: Tensor | None, tail: bool) -> _Buckets:
 
 def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
     kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
-    p = _buckets(student.log_softmax(-1), kept, options.tail)
-    q = _buckets(teacher.log_softmax(-1), kept, options.tail)
+    p, q = (_buckets(logits, logits.log_softmax(-1), kept, options.tail) for logits in (student, teacher))
     if options.divergence == "forward_kl":
         return kl_divergence(q.log, p.log) + (q.excess - p.excess)
     if options.divergence == "reverse_kl":
@@ -89,7 +88,8 @@ def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
     """With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0."""
     kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
     log_p = student.log_softmax(-1)
-    p, q = _buckets(log_p, kept, options.tail), _buckets(teacher.log_softmax(-1), kept, options.tail)
+    p = _buckets(student, log_p, kept, options.tail)
+    q = _buckets(teacher, teacher.log_softmax(-1), kept, options.tail)
     weighted = _bucket_gradients(p.log, q.log, options)
     if p.capped is not None:
         weighted = torch.cat([weighted[:, :-1], torch.where(p.capped[:, None], 0.0, weighted[:, -1:])], dim=1)

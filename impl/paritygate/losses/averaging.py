@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ._checks import result_dtype
+
 
 def three_level_mean(values: Tensor, action_index: Tensor, episode_index: Tensor) -> Tensor:
     """Mean over episodes of the mean over actions of the mean over tokens of `values` (N,), differentiable; scalar.
@@ -15,7 +17,7 @@ def three_level_mean(values: Tensor, action_index: Tensor, episode_index: Tensor
         raise ValueError(f"three_level_mean: values have shape {tuple(values.shape)}; (N,) is expected")
     check_levels(action_index, episode_index, values.shape[0], None)
     weights = token_weights(action_index, episode_index, episode_count(episode_index))
-    return (values.double() * weights).sum().to(values.dtype)
+    return (values.double() * weights).sum().to(result_dtype(values))
 
 
 def token_weights(action_index: Tensor, episode_index: Tensor, episodes: int | Tensor) -> Tensor:

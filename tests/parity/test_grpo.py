@@ -1,0 +1,70 @@
+"""Group-mean advantage against the reference, groups of every kind; the reference against 60 digits."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpmath import mp
+
+import oracle
+from cases import rounded
+from ledger import compare
+from paritygate_reference import grpo as reference
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[str, np.ndarray]:
+    """A regime and rewards (B, G): 0/1, graded, all equal, and 1e8 plus or minus 1, which float32 cannot tell apart."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = (draw(st.integers(1, 4)), draw(st.integers(1, 9)))
+    kind = draw(st.sampled_from(["binary", "graded", "equal", "large"]))
+    rewards = {
+        "binary": rng.integers(0, 2, shape).astype(float),
+        "graded": rng.normal(size=shape) * 3,
+        "equal": np.full(shape, rng.choice([0.1, 1 / 3, 1.0, -7.7])),
+        "large": 1e8 + rng.integers(-1, 2, shape),
+    }[kind]
+    return ("large" if kind == "large" else "ordinary"), rewards
+
+
+@pytest.mark.obligation("grpo/value")
+def test_value(losses: Any, device: str) -> None:
+    @settings(max_examples=150)
+    @given(groups(), st.sampled_from(["float32", "float64"]))
+    def holds(group: tuple[str, np.ndarray], dtype: str) -> None:
+        regime, rewards = group
+        rewards = rewards if regime == "large" else rounded(rewards, dtype)
+        given_as = "float64" if regime == "large" else dtype
+        actual = losses.grpo.group_mean_advantage(torch.tensor(rewards, dtype=getattr(torch, given_as), device=device))
+        expected = [reference.group_mean_advantage(row) for row in rewards]
+        compare("grpo/value", actual, expected, dtype="float64", regime=regime)
+
+    holds()
+
+
+@pytest.mark.obligation("grpo/equal_rewards")
+def test_equal_rewards_are_exact_zeros(losses: Any, device: str) -> None:
+    for reward in (0.1, 1 / 3, -7.7, 1e8 + 0.1, 0.0):
+        for size in (1, 2, 3, 7, 16):
+            zeros = [0.0] * size
+            rewards = torch.full((size,), reward, dtype=torch.float64, device=device)
+            compare("grpo/equal_rewards", losses.grpo.group_mean_advantage(rewards), zeros, dtype="float64")
+            compare("grpo/equal_rewards", reference.group_mean_advantage([reward] * size), zeros, dtype="float64")
+
+
+@pytest.mark.obligation("grpo/oracle")
+def test_reference_against_sixty_digits() -> None:
+    @settings(max_examples=60)
+    @given(groups())
+    def holds(group: tuple[str, np.ndarray]) -> None:
+        for row in group[1]:
+            exact = oracle.numbers(row)
+            mean = mp.fsum(exact) / len(exact)
+            expected = [float(reward - mean) for reward in exact]
+            actual = reference.group_mean_advantage(row)
+            compare("grpo/oracle", actual, expected, dtype="float64", oracle="mpmath")
+
+    holds()

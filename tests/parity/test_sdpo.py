@@ -1,0 +1,263 @@
+"""SDPO at token, sequence and logit level against the reference, and that against 60 digits."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oracle
+from cases import DTYPES, REGIMES, LogitCase, logit_cases, logprob_rows, rounded, tensor
+from ledger import compare
+from paritygate_reference import sdpo as reference
+
+
+def as_rows(*arrays: np.ndarray) -> list[tuple[np.ndarray, ...]]:
+    """The (T,) rows of batched (..., T) arrays, together."""
+    return list(zip(*(array.reshape(-1, array.shape[-1]) for array in arrays), strict=True))
+
+
+@pytest.mark.obligation("sdpo/token_advantage")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_token_advantage(losses: Any, device: str, dtype: str) -> None:
+    @settings(max_examples=50)
+    @given(logprob_rows(dtype), st.sampled_from([5.0, 0.3, 1e6]))
+    def holds(rows: tuple[np.ndarray, np.ndarray, np.ndarray], clip: float) -> None:
+        teacher, student, mask = rows
+        hidden = mask == 0
+        actual = losses.sdpo.token_advantage(
+            tensor(np.where(hidden, np.nan, teacher), dtype, device),
+            tensor(np.where(hidden, np.inf, student), dtype, device),
+            torch.tensor(mask, device=device),
+            clip=clip,
+        )
+        expected = [reference.token_advantage(*row, clip=clip) for row in as_rows(teacher, student, mask)]
+        compare("sdpo/token_advantage", actual.reshape(-1, mask.shape[-1]), expected, dtype=dtype)
+
+    holds()
+
+
+@pytest.mark.obligation("sdpo/sequence_advantage")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sequence_advantage(losses: Any, device: str, dtype: str) -> None:
+    @settings(max_examples=40)
+    @given(logprob_rows(dtype))
+    def holds(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        teacher, student, mask = rows
+        teacher = np.where(teacher == -np.inf, student, teacher)
+        hidden = mask == 0
+        actual = losses.sdpo.sequence_advantage(
+            tensor(np.where(hidden, np.nan, teacher), dtype, device),
+            tensor(np.where(hidden, -np.inf, student), dtype, device),
+            torch.tensor(mask, device=device),
+        )
+        expected = [reference.sequence_advantage(*row) for row in as_rows(teacher, student, mask)]
+        compare("sdpo/sequence_advantage", actual.reshape(-1, mask.shape[-1]), expected, dtype=dtype)
+
+    holds()
+
+
+@pytest.mark.obligation("sdpo/hybrid_advantage")
+def test_hybrid_advantage(losses: Any, device: str) -> None:
+    rng = np.random.default_rng(1)
+    for dtype, weight, _ in itertools.product(DTYPES, (0.0, 0.3, 0.9, 1.0), range(4)):
+        a, b = (rounded(np.abs(rng.normal(size=(3, 5))), dtype) for _ in range(2))
+        actual = losses.sdpo.hybrid_advantage(tensor(a, dtype, device), tensor(b, dtype, device), weight)
+        compare("sdpo/hybrid_advantage", actual, reference.hybrid_advantage(a, b, weight), dtype=dtype)
+
+
+@pytest.mark.obligation("sdpo/teacher")
+def test_teachers(losses: Any, device: str) -> None:
+    rng = np.random.default_rng(2)
+    for dtype, rate, _ in itertools.product(DTYPES, (0.0, 0.05, 0.5, 1.0), range(4)):
+        a, b = (rounded(np.abs(rng.normal(size=(2, 5))) + 0.5, dtype) for _ in range(2))
+        pair = tensor(a, dtype, device), tensor(b, dtype, device)
+        for name in ("ema", "trust_region"):
+            expected = getattr(reference, name)(a, b, rate)
+            compare("sdpo/teacher", getattr(losses.sdpo, name)(*pair, rate), expected, dtype=dtype, where=name)
+        for name in ("frozen_initial", "current"):
+            expected = getattr(reference, name)(a, b)
+            compare("sdpo/teacher", getattr(losses.sdpo, name)(*pair), expected, dtype=dtype, where=name)
+
+
+@pytest.mark.obligation("sdpo/sibling")
+def test_select_sibling(losses: Any) -> None:
+    composite = st.none() | st.sampled_from([0.0, 0.5, 0.79999, 0.8, 0.9, 1.0])
+    group = st.lists(composite, min_size=1, max_size=6).flatmap(
+        lambda scores: st.tuples(st.just(scores), st.integers(0, len(scores) - 1))
+    )
+
+    @settings(max_examples=200)
+    @given(group, st.sampled_from([0.8, 0.5, 0.0]), st.sampled_from(["best", "first"]))
+    def holds(drawn: tuple[list[float | None], int], threshold: float, rule: str) -> None:
+        scores, index = drawn
+        actual = losses.sdpo.select_sibling(scores, index, threshold=threshold, rule=rule)
+        expected = reference.select_sibling(scores, index, threshold=threshold, rule=rule)
+        numbers = [-1 if i is None else i for i in (actual, expected)]
+        compare("sdpo/sibling", *numbers, dtype="int64", where=f"{scores}, {index}, {threshold}, {rule}")
+
+    holds()
+
+
+def outcome(loss: Any, arguments: dict[str, Any]) -> Any:
+    """The loss, or None where the teacher has nothing among the student's top k, which every side has to refuse."""
+    try:
+        return loss(**arguments)
+    except ValueError as error:
+        if "among the student's top_k" not in str(error):
+            raise
+        return None
+
+
+def check_logit_case(losses: Any, device: str, case: LogitCase) -> None:
+    """Value and gradient of one case."""
+    arguments = case.arguments(device)
+    arguments["student_logits"].requires_grad_()
+    loss = outcome(losses.sdpo.logit_loss, arguments)
+    expected = outcome(reference.logit_loss, case.reference())
+    assert (loss is None) == (expected is None), f"{case.options}: refused by one side alone"
+    if expected is None:
+        return
+    about = {"dtype": case.dtype, "regime": case.regime, "where": str(case.options)}
+    compare("sdpo/logit_loss", loss, expected, **about)
+    if np.isfinite(expected):
+        (gradient,) = torch.autograd.grad(loss, arguments["student_logits"])
+        compare("sdpo/logit_gradient", gradient, reference.logit_loss_grad(**case.reference()), **about)
+
+
+@pytest.mark.obligation("sdpo/logit_loss", "sdpo/logit_gradient")
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logit_loss(losses: Any, device: str, dtype: str, regime: str) -> None:
+    @settings(max_examples=60)
+    @given(logit_cases(dtype, regime))
+    def holds(case: LogitCase) -> None:
+        check_logit_case(losses, device, case)
+
+    holds()
+
+
+@pytest.mark.obligation("sdpo/logit_loss", "sdpo/logit_gradient")
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logit_loss_of_a_large_vocabulary(losses: Any, device: str, dtype: str, regime: str) -> None:
+    @settings(max_examples=3)
+    @given(logit_cases(dtype, regime, vocabularies=(20_011,)))
+    def holds(case: LogitCase) -> None:
+        case.student, case.teacher, case.mask = case.student[:1, :2], case.teacher[:1, :2], case.mask[:1, :2]
+        case.ratio = None if case.ratio is None else case.ratio[:1, :2]
+        case.mask[0, 0] = 1
+        check_logit_case(losses, device, case)
+
+    holds()
+
+
+@pytest.mark.obligation("sdpo/oracle")
+@pytest.mark.parametrize("regime", REGIMES)
+def test_reference_against_sixty_digits(regime: str) -> None:
+    @settings(max_examples=30)
+    @given(logit_cases("float64", regime, vocabularies=(2, 3, 5)))
+    def holds(case: LogitCase) -> None:
+        expected = outcome(reference.logit_loss, case.reference())
+        if expected is None:
+            return
+        rows = oracle.logit_rows(case.student, case.teacher, case.mask == 1, case.options)
+        weight = np.ones(case.mask.shape) if case.ratio is None else case.ratio
+        read = {at: value for at, (value, _) in rows.items() if weight[at] != 0.0}
+        values = {at: value if at in read else 0 for at, (value, _) in rows.items()}
+        exact = oracle.aggregate(values, weight, case.options["aggregation"])
+        about = {"dtype": "float64", "regime": case.regime, "oracle": "mpmath", "where": str(case.options)}
+        compare("sdpo/oracle", expected, oracle.as_floats(exact), **about)
+        if not np.isfinite(expected):
+            return
+        gradient = reference.logit_loss_grad(**case.reference())
+        for at in read:
+            share = oracle.aggregate({other: int(other == at) for other in rows}, weight, case.options["aggregation"])
+            slopes = oracle.as_floats([share * slope for slope in rows[at][1]])
+            compare("sdpo/oracle", gradient[at], slopes, **about)
+
+    holds()
+
+
+@pytest.mark.obligation("sdpo/oracle")
+def test_advantages_against_sixty_digits() -> None:
+    @settings(max_examples=40)
+    @given(logprob_rows("float64", batched=False))
+    def holds(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        teacher, student, mask = rows
+        pairs = zip(oracle.numbers(teacher), oracle.numbers(student), mask, strict=True)
+        exact = [max(min(q - p, 5), -5) * int(m) for q, p, m in pairs]
+        actual = reference.token_advantage(teacher, student, mask)
+        compare("sdpo/oracle", actual, oracle.as_floats(exact), dtype="float64", oracle="mpmath")
+        read = [i for i in range(len(mask)) if mask[i]]
+        if read and np.isfinite(teacher[read]).all():
+            mean = sum(oracle.numbers(teacher[read])) - sum(oracle.numbers(student[read]))
+            broadcast = [float(mean / len(read)) * int(m) for m in mask]
+            actual = reference.sequence_advantage(teacher, student, mask)
+            compare("sdpo/oracle", actual, broadcast, dtype="float64", oracle="mpmath")
+
+    holds()
+
+
+@pytest.mark.obligation("sdpo/enumeration")
+def test_token_advantage_is_the_negative_gradient_of_the_full_kl(losses: Any, device: str) -> None:
+    """Every sequence of V = 4, T = 3, weighted: the surrogate's gradient is minus that of sum_t KL(pi || sg q)."""
+    V, T = 4, 3
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        # One row of logits for each prefix: the policy is a table.
+        student = [torch.randn(V**t, V, generator=generator, dtype=torch.float64).to(device) for t in range(T)]
+        teacher = [torch.randn(V**t, V, generator=generator, dtype=torch.float64).to(device) for t in range(T)]
+        surrogate = [torch.zeros_like(table) for table in student]
+        full = [torch.zeros_like(table) for table in student]
+        for sequence in itertools.product(range(V), repeat=T):
+            prefixes = [sum(token * V ** (t - 1 - i) for i, token in enumerate(sequence[:t])) for t in range(T)]
+            log_p = [student[t][prefixes[t]].log_softmax(0) for t in range(T)]
+            log_q = [teacher[t][prefixes[t]].log_softmax(0) for t in range(T)]
+            probability = sum(log_p[t][sequence[t]] for t in range(T)).exp()
+            picked_p = torch.stack([log_p[t][sequence[t]] for t in range(T)])
+            picked_q = torch.stack([log_q[t][sequence[t]] for t in range(T)])
+            advantage = losses.sdpo.token_advantage(picked_q, picked_p, torch.ones(T, device=device), clip=1e6)
+            for t in range(T):
+                row, grad_log = prefixes[t], -log_p[t].exp()
+                grad_log[sequence[t]] += 1.0
+                surrogate[t][row] += probability * advantage[t] * grad_log
+                logits = student[t][row][None, None]
+                slope = losses.sdpo.logit_loss_grad(
+                    logits, teacher[t][row][None, None], torch.ones(1, 1, device=device)
+                )
+                full[t][row] += probability * slope[0, 0]
+        for t in range(T):
+            compare("sdpo/enumeration", surrogate[t], -full[t], dtype="float64", oracle="enumeration", where=f"t={t}")
+
+
+@pytest.mark.obligation("sdpo/service_weights")
+@pytest.mark.parametrize("regime", ["ordinary", "near_equal"])
+def test_service_weights_have_the_gradient_of_the_divergence(losses: Any, device: str, regime: str) -> None:
+    """`-sum w log p(x)` of a service that knows only cross-entropy, on policy, against the reference's gradient."""
+
+    @settings(max_examples=80)
+    @given(logit_cases("float64", regime))
+    def holds(case: LogitCase) -> None:
+        options, vocabulary = case.options, case.student.shape[-1]
+        top_k = options["top_k"] or vocabulary
+        student, teacher = case.student[0, :1], case.teacher[0, :1]
+        kept = [int(i) for i in oracle.top_k(student[0].tolist(), top_k)]
+        log_p = torch.tensor(student, device=device).log_softmax(-1)[:, kept]
+        log_q = torch.tensor(teacher, device=device).log_softmax(-1)[:, kept]
+        chosen = {name: options[name] for name in ("divergence", "mixture")}
+        weights, dropped = losses.sdpo.cross_entropy_weights(log_p, log_q, tail=options["tail"], **chosen)
+        leaf = torch.tensor(student, device=device, requires_grad=True)
+        cross_entropy = -(weights * leaf.log_softmax(-1)[:, kept]).sum()
+        (gradient,) = torch.autograd.grad(cross_entropy, leaf)
+        tail = options["tail"] and not bool(dropped[0])
+        expected = reference.logit_loss_grad(
+            student[None], teacher[None], np.ones((1, 1)), top_k=top_k, tail=tail, **chosen
+        )
+        about = {"regime": case.regime, "where": f"{chosen}, top_k={top_k}, tail={tail}"}
+        compare("sdpo/service_weights", gradient[None], expected, dtype="float64", **about)
+
+    holds()

@@ -1,0 +1,188 @@
+"""SPOD, packed, in place and padded, against the reference, per dtype and regime; the reference against 60 digits."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+import oracle
+from cases import DTYPES, REGIMES, SpodCase, spod_cases, tensor
+from ledger import compare
+from paritygate_reference import spod as reference
+
+PARTS = ("student_logprob", "teacher_logprob", "kl", "floor")
+
+
+def expected_of(case: SpodCase) -> tuple[reference.SpodLoss, list[float], np.ndarray]:
+    """The reference's loss, its gates and its gradient, packed."""
+    episodes = case.episodes()
+    loss = reference.success_preserving_loss(episodes, **case.options)
+    gradient = reference.success_preserving_grad(episodes, **case.options)
+    return loss, flat(loss.gate), np.concatenate([rows for episode in gradient for rows in episode])
+
+
+def flat(ragged: list[list[Any]]) -> list[Any]:
+    """One list of what episodes hold of their actions."""
+    return [value for episode in ragged for value in episode]
+
+
+@pytest.mark.obligation("spod/loss", "spod/parts", "spod/gate", "spod/gradient")
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed(losses: Any, device: str, dtype: str, regime: str) -> None:
+    @settings(max_examples=50)
+    @given(spod_cases(dtype, regime))
+    def holds(case: SpodCase) -> None:
+        expected, gates, slopes = expected_of(case)
+        arguments = case.arguments(device)
+        arguments["student_logits"].requires_grad_()
+        result = losses.spod.success_preserving_loss(**arguments)
+        about = {"dtype": case.dtype, "regime": case.regime}
+        compare("spod/gate", result.gate, gates, dtype=case.dtype)
+        compare("spod/loss", result.loss, expected.loss, **about)
+        for part in PARTS:
+            compare("spod/parts", getattr(result, part), flat(getattr(expected, part)), where=part, **about)
+        (gradient,) = torch.autograd.grad(result.loss, arguments["student_logits"])
+        compare("spod/gradient", gradient, slopes, **about)
+
+    holds()
+
+
+@pytest.mark.obligation("spod/loss", "spod/gradient")
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_of_a_large_vocabulary(losses: Any, device: str, dtype: str, regime: str) -> None:
+    @settings(max_examples=3)
+    @given(spod_cases(dtype, regime, vocabularies=(20_011,)))
+    def holds(case: SpodCase) -> None:
+        expected, _, slopes = expected_of(case)
+        result, gradient = losses.spod.success_preserving_loss_and_grad(**case.arguments(device))
+        compare("spod/loss", result.loss, expected.loss, dtype=case.dtype, regime=case.regime)
+        compare("spod/gradient", gradient, slopes, dtype=case.dtype, regime=case.regime)
+
+    holds()
+
+
+@pytest.mark.obligation("spod/in_place")
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_autograd_and_in_place(losses: Any, device: str, dtype: str, regime: str) -> None:
+    @settings(max_examples=15)
+    @given(spod_cases(dtype, regime))
+    def holds(case: SpodCase) -> None:
+        expected, _, slopes = expected_of(case)
+        about = {"dtype": case.dtype, "regime": case.regime}
+        for form in ("fresh", "out", "in place"):
+            arguments = case.arguments(device)
+            logits = arguments["student_logits"]
+            out = {"fresh": None, "out": torch.full_like(logits, torch.nan), "in place": logits}[form]
+            result, gradient = losses.spod.success_preserving_loss_and_grad(**arguments, out=out)
+            assert out is None or gradient.data_ptr() == out.data_ptr(), f"{form}: another tensor came back"
+            compare("spod/in_place", result.loss, expected.loss, where=f"{form}, loss", **about)
+            compare("spod/in_place", gradient, slopes, where=f"{form}, gradient", **about)
+
+    holds()
+
+
+def padded(case: SpodCase, device: str, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
+    """The case as (E, S, T, V) with NaN and infinities where nothing is, and the mask."""
+    actions_of = np.bincount(case.episode_index)
+    shape = (len(actions_of), int(actions_of.max()) + 1, int(np.bincount(case.action_index).max()) + 2)
+    student = np.full((*shape, case.student.shape[1]), rng.choice([np.nan, np.inf, -np.inf]))
+    teacher, tokens = np.full_like(student, np.nan), np.full(shape, -1)
+    mask = np.zeros(shape, dtype=np.int64)
+    start = 0
+    for a, e in enumerate(case.episode_index):
+        s, n = a - int(np.searchsorted(case.episode_index, e)), int((case.action_index == a).sum())
+        at = np.sort(rng.choice(shape[2], size=n, replace=False))
+        student[e, s, at], teacher[e, s, at] = case.student[start : start + n], case.teacher[start : start + n]
+        tokens[e, s, at], mask[e, s, at] = case.actions[start : start + n], 1
+        start += n
+    return {
+        "student_logits": tensor(student, case.dtype, device),
+        "teacher_logits": tensor(teacher, case.dtype, device),
+        "actions": torch.tensor(tokens, device=device),
+        "mask": torch.tensor(mask, device=device),
+        "success": torch.tensor(case.success, device=device),
+        **case.options,
+    }, mask
+
+
+@pytest.mark.obligation("spod/padded")
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padded(losses: Any, device: str, dtype: str, regime: str) -> None:
+    @settings(max_examples=12)
+    @given(spod_cases(dtype, regime, vocabularies=(2, 7)))
+    def holds(case: SpodCase) -> None:
+        expected, _, slopes = expected_of(case)
+        arguments, mask = padded(case, device, np.random.default_rng(case.student.size))
+        arguments["student_logits"].requires_grad_()
+        result = losses.spod.success_preserving_loss_padded(**arguments)
+        (gradient,) = torch.autograd.grad(result.loss, arguments["student_logits"])
+        about = {"dtype": case.dtype, "regime": case.regime}
+        compare("spod/padded", result.loss, expected.loss, **about)
+        compare("spod/padded", gradient.cpu()[torch.tensor(mask == 1)], slopes, **about)
+        outside = gradient.cpu()[torch.tensor(mask == 0)]
+        assert torch.equal(outside, torch.zeros_like(outside)), "a gradient where nothing is"
+
+    holds()
+
+
+@pytest.mark.obligation("spod/tie")
+def test_a_tie_is_not_protected(losses: Any, device: str) -> None:
+    """Equal rows tie to the last bit in every dtype and shape, and so do rows that differ by nothing that is read."""
+    rng = np.random.default_rng(5)
+    for dtype in DTYPES:
+        for vocabulary, rows in ((2, 1), (7, 5), (1000, 3), (32_003, 2)):
+            logits = tensor(rng.normal(size=(rows, vocabulary)) * 5, dtype, device)
+            index = torch.zeros(rows, dtype=torch.int64, device=device)
+            result = losses.spod.success_preserving_loss(
+                logits, logits.clone(), index, index, index[:1], torch.ones(1, dtype=torch.bool, device=device)
+            )
+            compare("spod/tie", result.gate, [False], dtype=dtype, where=f"V={vocabulary}")
+            compare("spod/tie", result.floor, [0.0], dtype=dtype, where=f"V={vocabulary}, floor")
+
+
+@pytest.mark.obligation("spod/negative_control")
+def test_keeping_the_kl_at_protected_actions_is_told_apart(losses: Any, device: str) -> None:
+    """The source's own negative control: its loss lies above SPOD's by the KL that SPOD leaves out."""
+
+    @settings(max_examples=60)
+    @given(spod_cases("float64", "ordinary"))
+    def holds(case: SpodCase) -> None:
+        case.success[:] = True
+        result = losses.spod.success_preserving_loss(**case.arguments(device))
+        case.success[:] = False
+        kept = losses.spod.success_preserving_loss(**case.arguments(device))
+        gate = result.gate.cpu().numpy().astype(bool)
+        if gate.any():
+            both = np.where(
+                gate, case.options["floor_weight"] * result.floor.cpu().numpy() + kept.kl.cpu().numpy(), 0.0
+            )
+            weights = 1.0 / (np.bincount(case.episode_index)[case.episode_index] * len(case.success))
+            left_out = float((weights * np.where(gate, kept.kl.cpu().numpy(), 0.0)).sum())
+            control = float((weights * np.where(gate, both, result.kl.cpu().numpy())).sum())
+            assert left_out > 0.0
+            compare("spod/negative_control", control - float(result.loss), left_out, dtype="float64")
+
+    holds()
+
+
+@pytest.mark.obligation("spod/oracle")
+@pytest.mark.parametrize("regime", REGIMES)
+def test_reference_against_sixty_digits(regime: str) -> None:
+    @settings(max_examples=20)
+    @given(spod_cases("float64", regime, vocabularies=(2, 4)))
+    def holds(case: SpodCase) -> None:
+        expected, gates, slopes = expected_of(case)
+        exact = oracle.spod(case.episodes(), **case.options)
+        about = {"dtype": "float64", "regime": case.regime, "oracle": "mpmath"}
+        compare("spod/oracle", gates, exact["gate"], **about)
+        compare("spod/oracle", expected.loss, oracle.as_floats(exact["loss"]), **about)
+        if np.isfinite(expected.loss):
+            compare("spod/oracle", slopes, oracle.as_floats(exact["gradient"]), **about)
+
+    holds()
