@@ -76,7 +76,7 @@ def test_the_same_files_give_the_same_bytes(run_dir: Path):
 
 def test_the_verdict_and_every_phase_are_said_in_words(page: Page, run_dir: Path):
     verdict = json.loads((run_dir / "verdict.json").read_bytes())
-    assert verdict["why"] in page.text
+    assert verdict["why"].removeprefix("Inconclusive. ") in page.text
     for row in verdict["criteria"]:
         assert f"[{row['low']:+.3f}, {row['high']:+.3f}]" in page.text
     for name in ("design_check", "activation_pilot", "train", "decide"):

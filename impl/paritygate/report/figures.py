@@ -42,7 +42,7 @@ DIMENSIONS = (
 
 def learning_curves(run: RunFiles, panels: Sequence[Panel], name: str) -> str | None:
     """SVG of the panels that have data: pilot steps left of step 0, gates as dashed lines; None without data."""
-    shown = [panel for panel in panels if any(_points(run, arm, panel.metric) for arm in run.arms)]
+    shown = [panel for panel in panels if any(any(_points(run, arm, panel.metric)) for arm in run.arms)]
     if not shown:
         return None
     rows = math.ceil(len(shown) / 3)
@@ -60,45 +60,46 @@ def learning_curves(run: RunFiles, panels: Sequence[Panel], name: str) -> str | 
 
 def _draw_panel(axis: Any, run: RunFiles, panel: Panel) -> None:
     for index, arm in enumerate(run.arms):
-        points = _points(run, arm, panel.metric)
-        if points:
-            steps, values = zip(*points, strict=True)
-            axis.plot(steps, values, "o-", color=COLOURS[index % 6], label=arm, markersize=3.5, linewidth=1.4)
+        style: dict[str, Any] = {"color": COLOURS[index % 6], "markersize": 3.5, "linewidth": 1.4}
+        pilot, training = _points(run, arm, panel.metric)
+        axis.plot([step for step, _ in training], [value for _, value in training], "o-", label=arm, **style)
+        axis.plot([step for step, _ in pilot], [value for _, value in pilot], "o:", fillstyle="none", **style)
     if any(run.pilot(arm) for arm in run.arms):
         axis.axvline(-0.5, color=MUTED, linewidth=0.6)
         axis.text(
             -0.6, 1.01, "pilot", ha="right", va="bottom", fontsize=7, color=MUTED, transform=axis.get_xaxis_transform()
         )
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if panel.unit_interval:
+        axis.set_ylim(-0.05, 1.05)
     for check in run.spec["activation_gate"]["checks"]:
         if check["metric"] == panel.metric:
             _draw_gate(axis, check)
-    if panel.unit_interval:
-        axis.set_ylim(-0.05, 1.05)
     axis.set_title(panel.title, fontsize=9, loc="left", pad=10)
 
 
 def _draw_gate(axis: Any, check: Record) -> None:
-    for bound, sign in (("min", ">="), ("max", "<=")):
-        value = check.get(bound)
-        if value is not None:
-            axis.axhline(value, color=GATE_COLOUR, linestyle="--", linewidth=1)
-            axis.annotate(
-                f"gate {sign} {value:g}",
-                (1, value),
-                xycoords=("axes fraction", "data"),
-                ha="right",
-                va="bottom",
-                fontsize=7,
-                color=GATE_COLOUR,
-            )
+    bounds = [(check[bound], sign) for bound, sign in (("min", ">="), ("max", "<=")) if check.get(bound) is not None]
+    for value, _ in bounds:
+        axis.axhline(value, color=GATE_COLOUR, linestyle="--", linewidth=1)
+    low, high = axis.get_ylim()
+    for value, sign in bounds:
+        side = "top" if value > low + 0.85 * (high - low) else "bottom"
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": side}
+        axis.annotate(f"gate {sign} {value:g}", (1, value), fontsize=7, color=GATE_COLOUR, **place)
 
 
-def _points(run: RunFiles, arm: str, metric: str) -> list[tuple[int, float]]:
-    """(step, value): pilot steps are -2, -1, training steps 0, 1, ...; values that are no numbers are left out."""
+def _points(run: RunFiles, arm: str, metric: str) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """(step, value) of the pilot (steps -2, -1) and of training (0, 1, ...), where the value is a number."""
     pilot, training = run.pilot(arm), run.training(arm)
-    rows = [(index - len(pilot), row) for index, row in enumerate(pilot)]
-    rows += [(row["step"], row) for row in training]
-    return [(step, float(value)) for step, row in rows if (value := _number(row.get(metric))) is not None]
+    numbered = (
+        [(index - len(pilot), row) for index, row in enumerate(pilot)],
+        [(row["step"], row) for row in training],
+    )
+    first, second = (
+        [(step, value) for step, row in rows if (value := _number(row.get(metric))) is not None] for rows in numbered
+    )
+    return first, second
 
 
 def _number(value: object) -> float | None:

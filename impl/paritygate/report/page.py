@@ -63,8 +63,6 @@ def number(value: Any, digits: int = 3, sign: bool = False) -> str:
     """A number for a table; a dash where there is none."""
     if value is None or isinstance(value, str):
         return value or "–"
-    if isinstance(value, bool | int):
-        return str(value)
     return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
 
 

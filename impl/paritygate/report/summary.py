@@ -27,7 +27,7 @@ def outcome(run: RunFiles) -> str:
 def headline(run: RunFiles) -> str:
     """What came out, in one or two plain sentences."""
     if run.verdict is not None:
-        return run.verdict["why"]
+        return run.verdict["why"].removeprefix(f"{run.verdict['outcome'].capitalize()}. ")
     if run.stopped is not None:
         return f"{run.stopped.name}: {run.stopped.decided}."
     done = run.phases[-1].name if run.phases else "nothing"
