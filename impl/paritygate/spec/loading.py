@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from paritygate.spec.build import build
-from paritygate.spec.error import SpecError
+from paritygate.spec.error import Finding, SpecError
 from paritygate.spec.experiment import ArmKind, Experiment
 from paritygate.spec.findings import arm_findings, cross_findings, unresolved
 from paritygate.spec.reading import read_json
@@ -29,6 +29,10 @@ def load(path: str | Path) -> Experiment | Synthetic:
 
 
 def _synthetic(path: Path, document: dict[str, Any]) -> Synthetic:
+    states = document["states_per_episode"]
+    if states["least"] > states["most"]:
+        text = f"{states['least']} is more than the {states['most']} of /states_per_episode/most"
+        raise SpecError(path, [Finding("/states_per_episode/least", text)])
     return build(Synthetic, document, path=path, frozen=document, unresolved=())
 
 
