@@ -55,13 +55,23 @@ def run(root: Path, run_dir: Path) -> str:
     from paritygate.receipts import verify_run
     from paritygate.receipts.environment import installed
 
-    receipt = verify_run(run_dir, root=root, recompute=verdict)
+    receipt = verify_run(run_dir, root=root, stands_on=stands_on, recompute=verdict)
     then, here = receipt["predicate"]["buildDefinition"]["internalParameters"]["installed"], installed(root)
     for name in sorted(name for name in then.keys() | here.keys() if then.get(name) != here.get(name)):
         print(f"{name}: {then.get(name, 'not named')} in the run, {here.get(name, 'not named')} here (not judged)")
     path = run_dir / "verdict.json"
     outcome = json.loads(path.read_bytes())["outcome"] if path.exists() else "none: a gate stopped the run"
     return f"{run_dir} verifies; the verdict, recomputed from the per-item results: {outcome}"
+
+
+def stands_on(run_dir: Path) -> tuple[str, ...]:
+    """The losses of the spec in `run_dir`; raises Refused when it is no spec."""
+    from paritygate.spec import SpecError, load
+
+    try:
+        return load(run_dir / "spec.json").losses
+    except SpecError as error:
+        raise Refused(f"{run_dir / 'spec.json'} is no spec: {error}.") from error
 
 
 def verdict(run_dir: Path) -> Any:

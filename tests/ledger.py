@@ -118,7 +118,7 @@ def measure(actual: Any, expected: Any, tolerance: dict[str, Any]) -> tuple[floa
                 at = np.unravel_index(int(margins.argmax()), margins.shape)
                 spot = index + (str([int(i) for i in at]) if at else "")
                 complaint = (
-                    f"{spot or 'value'} is {a[at]!r}, expected {e[at]!r}, "
+                    f"{spot or 'value'} is {float(a[at])!r}, expected {float(e[at])!r}, "
                     f"difference {abs(a[at] - e[at]):.6g}, allowed {allowed[at]:.6g}"
                 )
     if not complaint and "min_cosine" in tolerance and elements:

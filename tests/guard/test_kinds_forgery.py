@@ -8,10 +8,11 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from small_tree import Tree
+
 from paritygate.receipts.files import canonical
 from paritygate.receipts.parity import statement_of, write_parity_receipt
 from paritygate.receipts.subjects import subjects
-from small_tree import Tree
 
 CELL = {"dtype": "float64", "regime": "ordinary", "oracle": "reference", "comparisons": 30, "worst_margin": 0.5}
 

@@ -115,12 +115,16 @@ def files_of(run_dir: Path) -> dict[str, str]:
 
 
 def verify_run(
-    run_dir: Path | str, *, root: Path | str, recompute: Callable[[Path], Any] | None = None
+    run_dir: Path | str,
+    *,
+    root: Path | str,
+    stands_on: Callable[[Path], Iterable[str]] | None = None,
+    recompute: Callable[[Path], Any] | None = None,
 ) -> dict[str, Any]:
     """Check a finished run offline against the checkout at `root`, return its receipt; Refused names the file.
 
-    `recompute` gives the verdict anew, as JSON, from the per-item results in the run directory. Installed versions and
-    the machine are not judged: the receipt tells those of the run.
+    `stands_on` gives the losses of the spec in the run directory, `recompute` the verdict anew, as JSON, from its
+    per-item results. Installed versions and the machine are not judged: the receipt tells those of the run.
     """
     run_dir, root = Path(run_dir), Path(root).resolve()
     if not (run_dir / RECEIPT).is_file():
@@ -136,13 +140,17 @@ def verify_run(
     for entry in receipt["subject"]:
         if listed.get(entry["name"]) != entry["digest"]["sha256"]:
             raise Refused(f"{run_dir / RECEIPT} names {entry['name']} with a digest that the file does not have.")
-    if (run_dir / "spec.json").read_bytes() != canonical(definition["externalParameters"]["spec"]):
+    if "spec.json" not in listed or (run_dir / "spec.json").read_bytes() != canonical(
+        definition["externalParameters"]["spec"]
+    ):
         raise Refused(f"{run_dir / 'spec.json'} is not the spec that {RECEIPT} names.")
     chain = PhaseChain(run_dir)
     chain.verify()
     if chain.head != definition["internalParameters"]["phases"]:
         raise Refused(f"{run_dir / 'phases'} is not the chain that {RECEIPT} names: its last link differs.")
     verify_parity_copy(run_dir, root, definition)
+    if stands_on is not None and sorted(set(stands_on(run_dir))) != definition["internalParameters"]["losses"]:
+        raise Refused(f"{run_dir / RECEIPT} names other losses than {run_dir / 'spec.json'} stands on.")
     if recompute is not None:
         verify_verdict(run_dir, chain, recompute)
     return receipt

@@ -1,0 +1,137 @@
+"""The parity receipt itself: its shape, what it holds against random edits, and how fast it is checked."""
+
+import json
+import random
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+from google.protobuf import json_format
+from in_toto_attestation.predicates.test_result.v0 import test_result_pb2
+from in_toto_attestation.v1.resource_descriptor import ResourceDescriptor
+from in_toto_attestation.v1.statement import Statement
+from small_tree import ROOT, Tree
+
+from counts import soak
+from paritygate.errors import Refused
+from paritygate.receipts import canonical, read_parity_receipt, require_parity, write_parity_receipt
+from paritygate.receipts.subjects import subjects
+
+
+def validate_statement(statement: dict) -> None:
+    """Hold a statement to the in-toto-attestation package: the envelope, and every resource descriptor."""
+    parsed = json_format.ParseDict(statement, Statement([], "", {}).pb)
+    Statement.copy_from_pb(parsed).validate()
+    for descriptor in parsed.subject:
+        ResourceDescriptor.copy_from_pb(descriptor).validate()
+
+
+def test_the_receipt_is_an_in_toto_test_result(tree_template: Tree) -> None:
+    statement = json.loads(tree_template.receipts()[0].read_bytes())
+    validate_statement(statement)
+    result = json_format.ParseDict(statement["predicate"], test_result_pb2.TestResult())
+    assert result.result == "PASSED"
+    assert list(result.passed_tests) == ["other/sign", "other/value", "toy/sign", "toy/value"]
+    for descriptor in result.configuration:
+        ResourceDescriptor.copy_from_pb(descriptor).validate()
+    assert (
+        json_format.MessageToDict(result, preserving_proto_field_name=False)["configuration"][0]["name"]
+        == "environment"
+    )
+
+
+def test_it_says_what_was_shown_and_with_what(tree_template: Tree) -> None:
+    receipt = read_parity_receipt(tree_template.receipts()[0])
+    assert receipt.subjects == subjects(tree_template.root)
+    assert {"spec/losses.json", "spec/allowed_signers", "pyproject.toml", "constraints.txt"} <= receipt.subjects.keys()
+    value = receipt.part("obligations")["toy/value"]
+    assert (value["comparisons"], value["cells"][0]["oracle"]) == (30, "reference")
+    assert 0.0 <= value["worst_margin"] <= 1.0
+    assert receipt.part("hypothesis")["derandomized"] is True
+    assert receipt.part("session")["dtypes"] == ["float64"]
+    assert receipt.part("installed")["numpy"] != "absent"
+
+
+def test_a_seed_is_recorded(bare: Tree) -> None:
+    bare.parity("--hypothesis-seed", "7")
+    receipt = read_parity_receipt(bare.receipts()[0])
+    hypothesis = receipt.part("hypothesis")
+    assert (hypothesis["derandomized"], hypothesis["seed"]) == (False, "7")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "spec" / "schema").glob("*.schema.json")), ids=lambda path: path.name)
+def test_every_schema_is_one(path: Path) -> None:
+    jsonschema.Draft202012Validator.check_schema(json.loads(path.read_bytes()))
+
+
+def test_the_spec_of_the_losses_keeps_its_schema(tree_template: Tree) -> None:
+    schema = json.loads((ROOT / "spec" / "schema" / "losses.schema.json").read_bytes())
+    for root in (ROOT, tree_template.root):
+        jsonschema.validate(json.loads((root / "spec" / "losses.json").read_bytes()), schema)
+
+
+def test_random_single_bytes_flipped(tree: Tree) -> None:
+    """A byte anywhere among the subjects or in the receipt: refused, and the sentence names the file."""
+    rng = random.Random(1)
+    (own,) = tree.receipts()
+    names = [*subjects(tree.root), *[str(own.relative_to(tree.root))] * 8]
+    for _ in range(soak(quick=100, full=500)):
+        path = tree.root / rng.choice(names)
+        data = path.read_bytes()
+        if not data:
+            continue
+        at = rng.randrange(len(data))
+        path.write_bytes(data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :])
+        with pytest.raises(Refused) as refusal:
+            require_parity(tree.root, ["toy"], "cpu")
+        assert path.name in str(refusal.value) or "spec/losses.json" in str(refusal.value)
+        path.write_bytes(data)
+    require_parity(tree.root, ["toy", "other"], "cpu")
+
+
+def test_every_byte_of_the_receipt_flipped(tree: Tree) -> None:
+    (own,) = tree.receipts()
+    data = own.read_bytes()
+    for at in range(0, len(data), soak(quick=101, full=7)):
+        own.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        with pytest.raises(Refused, match="was edited or cut short"):
+            require_parity(tree.root, ["toy"], "cpu")
+
+
+@pytest.mark.parametrize("place", ["subject", "predicate", "configuration", "annotations"])
+def test_a_field_that_the_schema_does_not_know(tree: Tree, place: str) -> None:
+    (own,) = tree.receipts()
+    statement = json.loads(own.read_bytes())
+    target = {
+        "subject": statement["subject"][0],
+        "predicate": statement["predicate"],
+        "configuration": statement["predicate"]["configuration"][0],
+        "annotations": statement["predicate"]["configuration"][0]["annotations"],
+    }[place]
+    target["more"] = "x"
+    own.unlink()
+    write_parity_receipt(tree.root, statement)
+    with pytest.raises(Refused, match=r"does not keep spec/schema/parity-receipt.schema.json at /"):
+        require_parity(tree.root, ["toy"], "cpu")
+
+
+def test_a_good_receipt_holds_whatever_lies_beside_it(tree: Tree) -> None:
+    (own,) = tree.receipts()
+    (own.parent / f"parity-{'0' * 64}.json").write_bytes(canonical({"not": "a receipt"}))
+    (own.parent / "notes.txt").write_text("anything")
+    tree.accepted()
+
+
+def test_verification_is_fast_and_loads_no_torch(tree: Tree) -> None:
+    def seconds(*arguments: str) -> float:
+        start = time.perf_counter()
+        assert tree.python(*arguments).returncode == 0
+        return time.perf_counter() - start
+
+    best = min(seconds("impl/verify.py", "--parity") for _ in range(3))
+    assert best <= 2.0
+    done = tree.python("-X", "importtime", "impl/verify.py", "--parity")
+    loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert "paritygate.receipts" in loaded
+    assert not loaded & {"torch", "numpy", "transformers", "pytest", "hypothesis"}
