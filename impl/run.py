@@ -1,23 +1,23 @@
-#!/usr/bin/env python
 """Run what a spec names: python impl/run.py --spec spec/sdpo-local.json"""
 
 import argparse
+import errno
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-sys.pycache_prefix = os.devnull  # no cached bytecode of ours is trusted: bootstrap says why
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
+sys.pycache_prefix = os.devnull  # no cached bytecode of ours can lie there: a poisoned one is not read
 from paritygate.bootstrap import bootstrap  # noqa: E402
 from paritygate.errors import BadInputError, ParityGateError  # noqa: E402
 
 EXIT_CODES = "exit codes: 0 done; 2 bad input; 3 refused; 4 stopped by a gate; 5 the service failed (--resume); 1 a bug"
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The parsed command line; argparse itself exits with 2 and one sentence."""
     parser = argparse.ArgumentParser("run.py", description="Run the experiment that a spec names.", epilog=EXIT_CODES)
     parser.add_argument("--spec", required=True, metavar="FILE", help="the spec, anywhere (spec/sdpo.json)")
@@ -39,15 +39,13 @@ def call(root: Path, options: dict[str, Any]) -> Any:
     """Load the spec and hand over to what it names."""
     from paritygate.spec import Synthetic, load
 
-    spec, check = load(options.pop("spec")), options.pop("check")
-    foreign = ("resume", "until", "tau_bench", "trust_receipt") if isinstance(spec, Synthetic) else ("seeds",)
-    for name in foreign:
+    spec, check, environment = load(options.pop("spec")), options.pop("check"), options.pop("environment")
+    for name in ("resume", "until", "tau_bench", "trust_receipt") if isinstance(spec, Synthetic) else ("seeds",):
         if options.pop(name):
             raise BadInputError(f"--{name.replace('_', '-')} is for another kind of run than {spec.path} names.")
     if isinstance(spec, Synthetic):
         from paritygate import synthetic
 
-        options.pop("environment")
         return synthetic.plan(spec, **options) if check else synthetic.run(spec, root=root, **options)
     if check:
         from paritygate.experiment.plan import plan
@@ -55,29 +53,29 @@ def call(root: Path, options: dict[str, Any]) -> Any:
         return plan(spec, device=options["device"], tau_bench=options["tau_bench"])
     from paritygate import experiment
 
-    return experiment.run(spec, root=root, **options)
+    return experiment.run(spec, root=root, environment=environment, **options)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """The exit code; everything that is not a bug of ours is one sentence on stderr."""
     try:
-        root = bootstrap(__file__)
-        options = vars(arguments(argv))
+        root, options = bootstrap(__file__), vars(arguments(argv))
         result = call(root, options)
         print(json.dumps(result.to_json(), indent=2, ensure_ascii=False) if options["json"] else result.text())
     except ParityGateError as error:
         print(f"run.py: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        if error.filename is None:
+        if error.errno not in DISK:
             raise
-        print(f"run.py: {error.filename}: {error.strerror}.", file=sys.stderr)
+        place = error.filename or "the output"
+        print(f"run.py: {place} cannot be written: {error.strerror}. --resume goes on from here.", file=sys.stderr)
         return BadInputError.exit_code
     except KeyboardInterrupt:
-        print("run.py: interrupted; --resume goes on at the first phase without a receipt.", file=sys.stderr)
+        print("run.py: interrupted. --resume goes on at the first phase without a receipt.", file=sys.stderr)
         return 130
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, cast
 from paritygate.spec.error import Finding, SpecError
 
 MOST_BYTES = 4 * 2**20
+MOST_EXACT = 2**53 - 1  # RFC 8785 has no canonical form for larger integers
 
 
 class _UnreadableError(ValueError):
@@ -26,7 +27,11 @@ def read_json(path: Path) -> dict[str, Any]:
         raise SpecError(path, [Finding("", f"larger than {MOST_BYTES >> 20} MiB, which no spec is")])
     try:
         document = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite
+            data.decode("utf-8"),
+            object_pairs_hook=_object,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_exact,
         )
         json.dumps(document, ensure_ascii=False).encode("utf-8")  # lone surrogates have no canonical form
     except json.JSONDecodeError as error:
@@ -58,6 +63,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise _UnreadableError(f"{name} is no JSON number")
+
+
+def _exact(text: str) -> int:
+    if len(text) > len(str(MOST_EXACT)) + 1 or abs(int(text)) > MOST_EXACT:
+        raise _UnreadableError(f"the integer {text[:40]} is beyond 2^53, where readers of JSON differ")
+    return int(text)
 
 
 def _finite(text: str) -> float:
