@@ -1,0 +1,5 @@
+"""The protocol as phases, each a function that reads the run's state and leaves a receipt."""
+
+from paritygate.experiment.phases import PHASES, RunResult, run
+
+__all__ = ["PHASES", "RunResult", "run"]

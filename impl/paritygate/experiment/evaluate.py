@@ -1,0 +1,128 @@
+"""Evaluation: the same held-out tasks for every arm, greedy, the same judge; what is missing is never imputed."""
+
+import asyncio
+import statistics
+from typing import Any
+
+from paritygate.backend import Sampler
+from paritygate.experiment.collect import Collector
+from paritygate.experiment.journal import Record, finite
+from paritygate.experiment.metrics import DIMENSIONS, episode_metrics
+from paritygate.experiment.rollouts import Rollout
+from paritygate.experiment.state import Decided, PhaseStopped, State
+from paritygate.experiment.trajectories import write_trajectories
+from paritygate.receipts import canonical, write_atomic
+from paritygate.spec.experiment import Arm
+
+PHASE = "evaluate"
+TRIES = 3  # an episode spoilt by the simulator or left without a judgement is tried again with other seeds
+AT_ONCE = 16  # episodes under way at a time, as in a training step
+
+
+async def evaluate(state: State) -> Decided:
+    """One item an arm, task and rollout, each committed by itself; PhaseStopped when one stays without a judgement."""
+    backend = await state.backend()
+    collector = await Collector.of(state, state.settings())
+    items: list[Record] = []
+    for arm in state.exp.arms:
+        sampler = await backend.sampling(model_path=state.facts("train")["samplers"][arm.name])
+        items += await evaluate_arm(state, arm, sampler, collector)
+    write_atomic(state.directory / "items.jsonl", b"".join(canonical(finite(item)) + b"\n" for item in items))
+    missing = [item for item in items if item["composite"] is None]
+    files = ["items.jsonl", *state.journal.files(PHASE)]
+    facts: Record = {"items": len(items), "arms": _means(state, items)}
+    if missing:
+        named = ", ".join(f"task {item['task_index']} of {item['arm']} ({item['missing']})" for item in missing)
+        what = f"the evaluation is incomplete: no judgement after {TRIES} tries with other seeds for {named}"
+        facts["missing"] = [{key: item[key] for key in ("arm", "task_index", "rollout", "missing")} for item in missing]
+        raise PhaseStopped(Decided(what, "a missing item is never imputed, so there is no verdict", facts, files))
+    scores = ", ".join(
+        f"{arm} {means['composite']:.3f} (reward {means['reward']:.3f})" for arm, means in facts["arms"].items()
+    )
+    return Decided(
+        f"{len(items)} items judged; mean composite: {scores}",
+        "every item has a parsed judgement and no simulator's fault",
+        facts,
+        files,
+    )
+
+
+async def evaluate_arm(state: State, arm: Arm, sampler: Sampler, collector: Collector) -> list[Record]:
+    """The arm's items in the order of (task, rollout); those that are committed already are read, not run again."""
+    slots = asyncio.Semaphore(AT_ONCE)
+    jobs = [
+        (task, rollout) for task in collector.evaluation_tasks() for rollout in range(state.exp.eval.rollouts_per_task)
+    ]
+    done = 0
+
+    async def one(task: int, rollout: int) -> Record:
+        nonlocal done
+        async with slots:
+            item = await evaluate_item(state, arm, sampler, collector, task, rollout)
+        done += 1
+        state.progress.update(f"{arm.name}, {done} of {len(jobs)} episodes")
+        return item
+
+    with state.timings.measure(PHASE, what="episodes", arm=arm.name):
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(task, rollout)) for task, rollout in jobs]
+    return [task.result() for task in tasks]
+
+
+async def evaluate_item(
+    state: State, arm: Arm, sampler: Sampler, collector: Collector, task: int, rollout: int
+) -> Record:
+    """One item, committed whole: the first try that is judged and without a simulator's fault, else the last one."""
+    unit = f"{PHASE}-{arm.name}/task-{task:04d}-{rollout}"
+    known = state.journal.committed(unit)
+    if known is not None:
+        return known["item"]
+    tries = 0
+    while True:
+        episode = await collector.evaluation_episode(sampler, task, rollout, tries)
+        tries += 1
+        if episode.composite is not None or tries == TRIES:
+            break
+    path = write_trajectories(state.directory, f"{PHASE}-{arm.name}-{task:04d}-{rollout}", [episode])
+    item = item_of(arm, task, rollout, episode, tries)
+    return state.journal.commit(unit, {"item": item, "trajectories": path})["item"]
+
+
+def item_of(arm: Arm, task: int, rollout: int, episode: Rollout, tries: int) -> Record:
+    """One line of items.jsonl; `composite` None (and `missing` saying why) where there is nothing to decide with."""
+    judgement, trajectory = episode.judged.judgement, episode.trajectory
+    scored = episode.composite is not None and judgement is not None
+    missing = None if scored else ("the simulator failed" if not trajectory.trains else "the judge was not parsed")
+    return {
+        "arm": arm.name,
+        "task_index": task,
+        "rollout": rollout,
+        "composite": episode.composite,
+        "dimensions": {name: getattr(judgement, name) for name in DIMENSIONS} if scored else None,
+        "reward": trajectory.reward,
+        "ended_by": trajectory.ended_by,
+        "turns": trajectory.turns,
+        "assistant_tokens": sum(trajectory.mask),
+        "grade": dict(trajectory.grade),
+        "tries": tries,
+        "judge_tries": episode.judged.tries,
+        "judge_first_try_parsed": episode.judged.first_try_parsed,
+        "missing": missing,
+    }
+
+
+def _means(state: State, items: list[Record]) -> dict[str, Any]:
+    means: dict[str, Any] = {}
+    for arm in state.exp.arms:
+        own = [item for item in items if item["arm"] == arm.name]
+        scored = [item["composite"] for item in own if item["composite"] is not None]
+        means[arm.name] = {
+            "composite": statistics.fmean(scored) if scored else None,
+            "reward": statistics.fmean(item["reward"] for item in own),
+            "judge_parse_first_rate": statistics.fmean(item["judge_first_try_parsed"] for item in own),
+            "judged": len(scored),
+        }
+    return means
+
+
+_ = episode_metrics

@@ -1,0 +1,253 @@
+"""The table of phases, and the loop that takes a run through it: first phase without a receipt first."""
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from paritygate.errors import BadInputError, GateStopped, Refused
+from paritygate.experiment.progress import Progress
+from paritygate.experiment.state import Decided, Options, PhaseStopped, State
+from paritygate.receipts import canonical, lock_run, write_atomic
+from paritygate.spec.experiment import Experiment
+
+Step = Callable[[State], Awaitable[Decided]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One row of the protocol: `module.function` is imported when the phase runs, so that a plan needs no torch."""
+
+    name: str
+    module: str
+    applies: Callable[[Experiment], bool] = lambda _: True
+
+    def function(self) -> Step:
+        """The phase's function, `run` of its module."""
+        import importlib
+
+        module = importlib.import_module(f"paritygate.experiment.{self.module}")
+        return cast(Step, getattr(module, self.name))
+
+
+PHASES: tuple[Phase, ...] = (
+    Phase("spec_preflight", "design"),
+    Phase("design_check", "design"),
+    Phase("correctness_preflight", "correctness"),
+    Phase("service_preflight", "service"),
+    Phase("warm_start", "warm_start", lambda exp: exp.protocol.warm_start is not None),
+    Phase("restoration_preflight", "restoration"),
+    Phase("forced_checks", "forced"),
+    Phase("timing_pilot", "timing"),
+    Phase("activation_pilot", "activation"),
+    Phase("train", "train"),
+    Phase("evaluate", "evaluate"),
+    Phase("decide", "decide"),
+    Phase("report", "decide"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """Where a run stands: `verdict` is None until decided, `until` is the phase that --until asked for, if any."""
+
+    directory: Path
+    completed: tuple[str, ...]
+    verdict: dict[str, Any] | None
+    decided: dict[str, str]
+    until: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What --json prints."""
+        return {**dataclasses.asdict(self), "directory": str(self.directory)}
+
+    def text(self) -> str:
+        """What came out and where it lies, in plain words."""
+        if self.verdict is None:
+            last = self.completed[-1] if self.completed else "nothing"
+            return f"{last} is done; no verdict yet. The run lies in {self.directory}; --resume goes on."
+        lines = [self.verdict["why"], self.decided.get("train", ""), self.decided.get("evaluate", "")]
+        return "\n".join([*filter(None, lines), f"The run lies in {self.directory}; open report.html there."])
+
+
+def run(
+    exp: Experiment,
+    *,
+    root: Path,
+    output: Path | None = None,
+    resume: bool = False,
+    until: str | None = None,
+    device: str = "cpu",
+    tau_bench: Path | str | None = None,
+    trust_receipt: bool = False,
+    environment: str = "own",
+    quiet: bool = False,
+    json: bool = False,
+) -> RunResult:
+    """Take the experiment through its phases, from the first without a receipt; see docs of `run.py`.
+
+    Raises BadInputError (exit 2), Refused (3), GateStopped (4, logs kept), BackendError (5, to be resumed).
+    """
+    root = Path(root).resolve()
+    phases = [phase for phase in PHASES if phase.applies(exp)]
+    check_request(phases, until, device)
+    directory = choose_directory(exp, root, output, resume=resume)
+    refuse_unresolved(exp)
+    options = Options(root, device, Path(tau_bench) if tau_bench else None, trust_receipt, environment)
+    check_inputs(exp, options)
+    make_directory(directory)
+    progress = Progress(quiet=quiet or json)
+    with lock_run(directory):
+        write_spec(exp, directory)
+        return asyncio.run(_walk(exp, phases, directory, options, progress, until))
+
+
+def check_request(phases: list[Phase], until: str | None, device: str) -> None:
+    """Bad arguments (exit 2), before anything is touched."""
+    names = [phase.name for phase in phases]
+    if until is not None and until not in names:
+        raise BadInputError(f"--until {until}: no such phase in this experiment; its phases are {', '.join(names)}.")
+    if device.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BadInputError(f"--device {device}: CUDA is not available here; use --device cpu.")
+    elif device != "cpu":
+        raise BadInputError(f"--device {device}: cpu or cuda is expected.")
+
+
+def refuse_unresolved(exp: Experiment) -> None:
+    """Raise Refused for a spec with revisions that are not pinned."""
+    if exp.unresolved:
+        raise Refused(
+            f"{exp.path} is unresolved: no revision is pinned at {', '.join(exp.unresolved)}; pin them (spec/sdpo.json "
+            "shows how), a full run is refused until then."
+        )
+
+
+def check_inputs(exp: Experiment, options: Options) -> None:
+    """The data (exit 2), then the receipt (exit 3): nothing is created before both are there."""
+    from paritygate.experiment.data import load_source
+    from paritygate.receipts import require_parity
+
+    load_source(options)
+    require_parity(options.root, exp.losses, options.device)
+
+
+def choose_directory(exp: Experiment, root: Path, output: Path | None, *, resume: bool) -> Path:
+    """The run directory: a new one, or, with `resume`, the one of this very spec. Raises BadInputError otherwise."""
+    if output is None:
+        if resume:
+            return latest_run(exp, root)
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        directory = root / "runs" / f"{exp.path.stem}-{stamp}"
+    else:
+        directory = Path(output).absolute()
+    if directory.exists() and not resume:
+        raise BadInputError(f"{directory} exists: give --resume to go on with it, or another --output.")
+    if resume and not (directory / "spec.json").is_file():
+        raise BadInputError(f"{directory} holds no run to resume (no spec.json).")
+    above = next(parent for parent in directory.parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise BadInputError(f"--output {directory}: {above} is no folder that can be written to.")
+    return directory
+
+
+def make_directory(directory: Path) -> None:
+    """Make the run directory; BadInputError where that fails."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"--output {directory} cannot be made: {error.strerror}.") from None
+
+
+def latest_run(exp: Experiment, root: Path) -> Path:
+    """The newest run of this spec under runs/ (names carry the time of their start)."""
+    for directory in sorted((root / "runs").glob(f"{exp.path.stem}-*"), reverse=True):
+        path = directory / "spec.json"
+        if path.is_file() and path.read_bytes() == canonical(dict(exp.frozen)):
+            return directory
+    raise BadInputError(f"--resume: {root / 'runs'} holds no run of {exp.path}; name it with --output.")
+
+
+def write_spec(exp: Experiment, directory: Path) -> None:
+    """The frozen spec; BadInputError when the directory holds a run of another one."""
+    path, frozen = directory / "spec.json", canonical(dict(exp.frozen))
+    if path.is_file() and path.read_bytes() != frozen:
+        raise BadInputError(f"{directory} is a run of another spec than {exp.path}: its spec.json differs.")
+    if not path.is_file():
+        write_atomic(path, frozen)
+
+
+async def _walk(
+    exp: Experiment, phases: list[Phase], directory: Path, options: Options, progress: Progress, until: str | None
+) -> RunResult:
+    async with AsyncExitStack() as resources:
+        state = State(exp, directory, options, progress, resources)
+        for position, phase in enumerate(phases, start=1):
+            done = state.record(phase.name)
+            if done.get("outcome") == "stopped":
+                raise GateStopped(f"{done['decided']} (this run was stopped there; gates are never tried again)")
+            if not done:
+                await _take(state, phase, f"{position}/{len(phases)}")
+            if phase.name == until:
+                break
+        await state.close_service()
+    return _finish(state, phases, until)
+
+
+async def _take(state: State, phase: Phase, position: str) -> None:
+    stopped: GateStopped | None = None
+    decided = Decided("", "", {})
+    with state.progress.phase(phase.name, position), state.timings.measure(phase.name, what="phase"):
+        try:
+            decided = await phase.function()(state)
+        except GateStopped as stop:
+            _record_stop(state, phase, stop)
+            stopped = stop
+    if stopped is not None:
+        await _close_stopped(state)
+        raise stopped
+    state.chain.append(phase.name, _receipt("done", decided), list(decided.files))
+    state.progress.line(f"      {decided.what}")
+
+
+def _receipt(outcome: str, decided: Decided) -> dict[str, Any]:
+    from paritygate.experiment.journal import finite
+
+    return {"outcome": outcome, "decided": decided.what, "because": decided.why, "facts": finite(decided.facts)}
+
+
+def _record_stop(state: State, phase: Phase, stop: GateStopped) -> None:
+    """A gate's refusal is a result: it is receipted, reported, and not tried again by --resume."""
+    decided = stop.decided if isinstance(stop, PhaseStopped) else Decided(str(stop), "a gate stopped the run", {})
+    files = decided.files or state.journal.files(f"{phase.name}-")
+    state.chain.append(phase.name, _receipt("stopped", decided), files)
+
+
+async def _close_stopped(state: State) -> None:
+    """A stopped run is reported and receipted like a finished one, as far as it got."""
+    from paritygate.experiment.decide import write_receipt, write_report
+
+    await state.close_service()
+    write_report(state)
+    if list(state.directory.glob("parity-*.json")):
+        write_receipt(state)
+
+
+def _finish(state: State, phases: list[Phase], until: str | None) -> RunResult:
+    """The receipt of a run that is through, and where it stands."""
+    completed = tuple(phase.name for phase in phases if state.record(phase.name))
+    if len(completed) == len(phases) and not (state.directory / "receipt.json").is_file():
+        from paritygate.experiment.decide import write_receipt
+
+        write_receipt(state)
+    path = state.directory / "verdict.json"
+    verdict = json.loads(path.read_bytes()) if path.is_file() else None
+    decided = {name: state.record(name)["decided"] for name in completed}
+    return RunResult(state.directory, completed, verdict, decided, until)

@@ -1,0 +1,80 @@
+"""The timing pilot: one real step, every part timed, projected to the whole run and held against the budget."""
+
+from paritygate.experiment.collect import Collector
+from paritygate.experiment.evaluate import AT_ONCE
+from paritygate.experiment.journal import Record
+from paritygate.experiment.lane import Lane, LaneRun
+from paritygate.experiment.state import Decided, PhaseStopped, State
+from paritygate.receipts import canonical, write_atomic
+from paritygate.spec.experiment import Arm
+
+PHASE = "timing_pilot"
+FILE = "feasibility.json"
+
+
+async def timing_pilot(state: State) -> Decided:
+    """One step of the arm that asks most (with a teacher, if any) on the first tasks; its client is thrown away.
+
+    Writes feasibility.json; PhaseStopped when the projection passes the budget and the spec requires feasibility.
+    """
+    arm = next((arm for arm in state.exp.arms if arm.needs_teacher), state.exp.arms[0])
+    lane = Lane(PHASE, arm, state.settings())
+    run = await LaneRun.open(state, lane)
+    if not run.done:
+        collector = await Collector.of(state, state.settings())
+        tasks = collector.train_tasks()[: state.exp.protocol.rollout.tasks_per_step]
+        state.progress.update(f"one step of {arm.name}")
+        await run.step(0, tasks, collector)
+    embedded = (await state.backend()).embedded
+    feasibility = project(state, arm, seconds_by_part(state, 0), embedded=embedded)
+    write_atomic(state.directory / FILE, canonical(feasibility))
+    files = [FILE, *state.journal.files(PHASE)]
+    minutes, allowed = feasibility["wall_seconds"] / 60, state.exp.budget.max_wall_minutes
+    sentence = (
+        f"projected: {minutes:.1f} of {allowed:g} minutes, {feasibility['gpu_hours']:.2f} of "
+        f"{state.exp.budget.gpu_hours:g} GPU hours"
+    )
+    if feasibility["problems"] and state.exp.feasibility_required:
+        raise PhaseStopped(
+            Decided(f"over budget: {sentence}", "; ".join(feasibility["problems"]), {"feasibility": FILE}, files)
+        )
+    return Decided(sentence, "one step was timed, part by part, and multiplied out", {"feasibility": FILE}, files)
+
+
+def seconds_by_part(state: State, step: int) -> dict[str, float]:
+    """Seconds of each part of the timed step; a part that was timed twice (a kill in between) counts its last time."""
+    entries = [entry for entry in state.timings.entries(PHASE) if entry.get("step") == step]
+    return {entry["what"]: entry["seconds"] for entry in entries}
+
+
+def project(state: State, arm: Arm, parts: dict[str, float], *, embedded: bool) -> Record:
+    """Wall seconds and GPU hours of what comes (pilots, training of all arms, evaluation) plus what was spent."""
+    exp = state.exp
+    step = sum(parts.values())
+    episodes = exp.eval.n_examples * exp.eval.rollouts_per_task
+    waves = -(-episodes // AT_ONCE)
+    per_wave = parts.get("rollouts", 0.0) * min(AT_ONCE, episodes) / exp.batch_size if embedded else parts["rollouts"]
+    spent = sum(entry["seconds"] for entry in state.timings.entries() if entry.get("what") == "phase")
+    phases = {
+        "spent": spent,
+        "activation_pilot": step * exp.protocol.pilot.steps * len(exp.arms),
+        "train": step * exp.steps * len(exp.arms),
+        "evaluate": per_wave * waves * len(exp.arms),
+    }
+    wall = sum(phases.values())
+    gpu_hours = 0.0 if embedded else wall / 3600
+    problems: list[str] = []
+    if wall > 60 * exp.budget.max_wall_minutes:
+        problems.append(f"{wall / 60:.1f} minutes are projected, {exp.budget.max_wall_minutes:g} are allowed")
+    if gpu_hours > exp.budget.gpu_hours:
+        problems.append(f"{gpu_hours:.2f} GPU hours are projected, {exp.budget.gpu_hours:g} are allowed")
+    return {
+        "status": "infeasible" if problems else "feasible",
+        "wall_seconds": round(wall, 1),
+        "gpu_hours": round(gpu_hours, 4),
+        "gpu_hours_say": "the embedded server uses none" if embedded else "one GPU held for the whole wall time",
+        "step_seconds": {part: round(seconds, 3) for part, seconds in parts.items()},
+        "timed_arm": arm.name,
+        "phases": {name: round(seconds, 1) for name, seconds in phases.items()},
+        "problems": problems,
+    }

@@ -1,0 +1,65 @@
+"""Training: every arm from the same fresh state, the same tasks in the same order, one optimiser step a batch."""
+
+from typing import Any
+
+from paritygate.experiment.activation import measured
+from paritygate.experiment.collect import Collector
+from paritygate.experiment.gates import GateResult, check_gate
+from paritygate.experiment.journal import Record
+from paritygate.experiment.lane import PROCESS, Lane, LaneRun
+from paritygate.experiment.metrics import add_tallies
+from paritygate.experiment.state import Decided, PhaseStopped, State
+
+PHASE = "train"
+
+
+async def train(state: State) -> Decided:
+    """All arms, step by step side by side; GateStopped on NaN, PhaseStopped when |advantage| passes its gate."""
+    settings = state.settings()
+    collector = await Collector.of(state, settings)
+    lanes = [Lane(PHASE, arm, settings) for arm in state.exp.arms]
+    runs = {lane.arm.name: await LaneRun.open(state, lane) for lane in lanes}
+    per_step = state.exp.protocol.rollout.tasks_per_step
+    tasks = collector.train_tasks()
+    for step in range(state.exp.steps):
+        for lane in lanes:
+            if runs[lane.arm.name].done > step:
+                continue
+            state.progress.update(f"{lane.arm.name}, step {step + 1} of {state.exp.steps}")
+            record = await runs[lane.arm.name].step(step, tasks[step * per_step : (step + 1) * per_step], collector)
+            refuse_divergence(state, lane, step, record["metrics"])
+    samplers: Record = {}
+    for lane in lanes:
+        sampler = await runs[lane.arm.name].trainer.snapshot(f"{lane.key}-final-{PROCESS}")
+        samplers[lane.arm.name] = sampler.path
+    counts = {lane.arm.name: _counts(state, lane) for lane in lanes}
+    mixed = ", ".join(f"{name}: {c['groups_with_mixed_reward']:g} of {c['groups']:g}" for name, c in counts.items())
+    return Decided(
+        f"{state.exp.steps} steps an arm taken; groups with mixed outcomes: {mixed}",
+        "no step was NaN and no arm's mean |advantage| passed its gate",
+        {"samplers": samplers, "counts": counts, "steps": state.exp.steps, "tasks": list(tasks)},
+        state.journal.files(PHASE),
+    )
+
+
+def refuse_divergence(state: State, lane: Lane, step: int, metrics: Record) -> None:
+    """PhaseStopped when the step's mean |teacher - student| passes the upper bound of its gate: no tuning."""
+    for check in state.exp.activation_gate.checks:
+        value = metrics.get(check.metric)
+        if check.metric != "sdpo_mean_abs_token_adv" or check.max is None or value is None:
+            continue
+        result = check_gate(check, float(value))
+        if not result.passed and not float(value) <= check.max:
+            raise PhaseStopped(_divergence(state, lane, step, result))
+
+
+def _divergence(state: State, lane: Lane, step: int, result: GateResult) -> Decided:
+    what = f"training stopped: arm {lane.arm.name} at step {step}, {result.sentence()}"
+    state.deviation(PHASE, "divergence", what)
+    why = "a mean |advantage| over its gate is divergence: stop and record, no tuning"
+    return Decided(what, why, {"measured": measured(state, lane)}, state.journal.files(PHASE))
+
+
+def _counts(state: State, lane: Lane) -> dict[str, Any]:
+    units = state.journal.units(f"{lane.key}/step-")
+    return add_tallies([(state.journal.committed(unit) or {})["tally"] for unit in units])

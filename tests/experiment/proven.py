@@ -1,0 +1,44 @@
+"""Stands in for the guard in tests of the protocol: the tree counts as proven, so that no parity session is needed.
+
+The guard itself is tested in tests/guard, and the real order of things in the end-to-end test.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from paritygate import receipts
+from paritygate.receipts.parity import ParityReceipt, read_parity_receipt, statement_of, write_parity_receipt
+
+ROOT = Path(__file__).resolve().parents[2]
+CELL = {"dtype": "none", "regime": "none", "oracle": "none", "comparisons": 1, "worst_margin": 0.0}
+STAND_IN: dict[str, Any] = {"comparisons": 1, "worst_margin": 0.0, "cells": [CELL]}
+HYPOTHESIS = {"derandomized": True, "seed": None, "version": "none"}
+SESSION: dict[str, Any] = {"arguments": [], "tests": 1, "dtypes": []}
+
+
+def receipt(folder: Path) -> ParityReceipt:
+    """A well-formed receipt that says of itself that it covers nothing but a stand-in."""
+    statement = statement_of(
+        ROOT,
+        device="cpu",
+        files={"stand-in": "0" * 64},
+        results={"stand-in/none": STAND_IN},
+        hypothesis=HYPOTHESIS,
+        session=SESSION,
+    )
+    return read_parity_receipt(write_parity_receipt(folder, statement))
+
+
+def install(folder: Path | None = None) -> None:
+    """Make the guard answer with the stand-in in this process."""
+    import tempfile
+
+    from paritygate.experiment import correctness
+
+    made = receipt(folder or Path(tempfile.mkdtemp()))
+
+    def stand_in(*_: Any, **__: Any) -> ParityReceipt:
+        return made
+
+    receipts.require_parity = stand_in
+    correctness.guard = stand_in
