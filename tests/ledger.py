@@ -63,7 +63,7 @@ class Ledger:
         oracle: str = "reference",
         where: str = "",
     ) -> None:
-        """Hold `actual` to `expected` within the declared tolerance and count it; AssertionError says where it is not."""
+        """Hold `actual` to `expected` within its declared tolerance, and count it; AssertionError says where not."""
         if obligation not in self.current:
             raise ValueError(f"the running test is not marked @pytest.mark.obligation({obligation!r}).")
         dtype = str(dtype).removeprefix("torch.")
