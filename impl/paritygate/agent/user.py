@@ -18,8 +18,8 @@ _ASKS_TO_CONFIRM = re.compile(
     r"\(\s*yes\s*/\s*no\s*\)|\bplease (?:confirm|reply (?:with )?yes|say yes|answer yes)"
     r"|\b(?:do you|can you|could you|would you|will you)\b[^.?!]*\bconfirm\b"
     r"|\b(?:shall|should|may|can) i (?:go ahead|proceed|continue|cancel|return|exchange|modify|change|update|process)"
-    r"|\bwould you like (?:me )?to (?:go ahead|proceed|continue|cancel|return|exchange|modify|change|update|process)"
-    r"|\bdo you want (?:me )?to (?:go ahead|proceed|continue|cancel|return|exchange|modify|change|update|process)"
+    r"|\b(?:would you like|do you want) me to (?:cancel|return|exchange|modify|change|update|process)"
+    r"|\b(?:would you like|do you want) (?:me )?to (?:go ahead|proceed|continue)"
     r"|\bis (?:this|that|everything|all of this|all this) (?:correct|right|ok|okay)\s*\?"
     r"|\b(?:confirm|proceed|go ahead)\b[^.?!]*\?",
     re.IGNORECASE,
@@ -67,23 +67,21 @@ def read_reply(text: str, agent_text: str | None) -> tuple[str, bool]:
 class ScriptedUser:
     """A deterministic user: opens with identity, wish and the ids that it needs, says yes when asked, then stops.
 
-    It answers "Yes." to a request for confirmation, at most `patience` times; to any other first question it repeats
-    its wish once; everything else ends the conversation. The opening is the task's instruction in the first person
+    It answers "Yes." to every request for confirmation; to any other first question it repeats its wish once;
+    everything else ends the conversation. The opening is the task's instruction in the first person
     without its sentence on personality, and the item ids of the wanted writes, which a task's text leaves to look up.
     """
 
-    def __init__(self, task: Any, *, patience: int = 3) -> None:
+    def __init__(self, task: Any) -> None:
         self.retries = 0
         self._opening = opening(task)
-        self._patience = patience
         self._repeated = False
 
     async def reply(self, agent_text: str | None) -> tuple[str, bool]:
         """See `User.reply`; never a fault."""
         if agent_text is None:
             return self._opening, False
-        if asks_to_confirm(agent_text) and self._patience > 0:
-            self._patience -= 1
+        if asks_to_confirm(agent_text):
             return "Yes.", False
         if not self._repeated and (not agent_text.strip() or _asks_for_details(agent_text)):
             self._repeated = True
