@@ -54,6 +54,25 @@ def bootstrap(script: str) -> Path:
     return impl.parent
 
 
+def command(module: str) -> list[str]:
+    """How to start `module` of ours in a process of its own that reads sources only; its arguments follow."""
+    impl = str(Path(__file__).resolve().parents[1])
+    code = (
+        f"import os, sys; sys.path.insert(0, {impl!r}); sys.pycache_prefix = os.devnull; "
+        f"from paritygate.bootstrap import run_module; run_module({module!r})"
+    )
+    return [sys.executable, "-c", code]
+
+
+def run_module(module: str) -> None:
+    """What `python -m MODULE` does, from sources only."""
+    import runpy
+
+    sys.pycache_prefix = os.environ.get("PYTHONPYCACHEPREFIX") or None
+    read_sources_only(Path(__file__).resolve().parent)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 def refuse_optimised(what: str) -> None:
     """Raise Refused when this interpreter drops assert statements (`python -O`, PYTHONOPTIMIZE)."""
     if sys.flags.optimize:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from paritygate.bootstrap import command
 from paritygate.errors import BackendError
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ class EmbeddedServer:
         paths = [str(SOURCE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         arguments = ["--model", self.model, "--port", "0", "--api-key", self.api_key, "--state", str(self._dir)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "paritygate.backend.embedded", str(os.getpid()), *arguments],
+            [*command("paritygate.backend.embedded"), str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,

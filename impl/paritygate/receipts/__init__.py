@@ -6,7 +6,7 @@ from paritygate.receipts.guard import guard
 from paritygate.receipts.lock import is_locked, lock_run
 from paritygate.receipts.parity import ParityReceipt, read_parity_receipt, require_parity, write_parity_receipt
 from paritygate.receipts.phases import PhaseChain
-from paritygate.receipts.provenance import verify_run, write_run_receipt
+from paritygate.receipts.provenance import refuse_other_code, verify_run, write_run_receipt
 from paritygate.receipts.rerun import rerun_parity
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "is_locked",
     "lock_run",
     "read_parity_receipt",
+    "refuse_other_code",
     "require_parity",
     "rerun_parity",
     "sha256_file",

@@ -85,9 +85,9 @@ def named(statement: dict[str, Any]) -> dict[str, Any]:
     return statement
 
 
-def refuse_other_code(root: Path, parity: ParityReceipt) -> None:
+def refuse_other_code(root: Path | str, parity: ParityReceipt) -> None:
     """Raise Refused when a module of this process was compiled from other bytes than parity was shown for."""
-    shown = parity.subjects
+    shown, root = parity.subjects, Path(root).resolve()
     for path, sha256 in sorted(LOADED.items()):
         name = os.path.relpath(path, root).replace(os.sep, "/")
         if name.startswith("../"):
