@@ -68,8 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in DISK:
             raise
-        place = error.filename or "the output"
-        print(f"run.py: {place} cannot be written: {error.strerror}. --resume goes on from here.", file=sys.stderr)
+        print(f"run.py: {error.filename or 'the output'} cannot be written: {error.strerror}.", file=sys.stderr)
         return BadInputError.exit_code
     except KeyboardInterrupt:
         print("run.py: interrupted. --resume goes on at the first phase without a receipt.", file=sys.stderr)

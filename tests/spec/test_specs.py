@@ -124,3 +124,43 @@ def test_pinned_digests_stand_in_one_table_only():
         if any(digest in path.read_text("utf-8") for digest in digests)
     }
     assert holders == {"impl/paritygate/spec/pins.py"}
+
+
+@pytest.mark.parametrize("name", ["sdpo.json", "sdpo-local.json", "spod.json"])
+def test_a_frozen_spec_freezes_to_itself(name: str, tmp_path: Path):
+    frozen = dict(load(SPECS / name).frozen)
+    copy = tmp_path / "spec.json"
+    copy.write_text(json.dumps(frozen), "utf-8")
+    assert load(copy).frozen == frozen
+
+
+def test_the_wheel_carries_the_schemas_where_the_loader_looks():
+    """pyproject puts spec/ into paritygate/spec/data, the folder that is taken where there is no checkout."""
+    import tomllib
+
+    project = tomllib.loads((SPECS.parent / "pyproject.toml").read_text("utf-8"))
+    targets = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert targets == {"spec": "paritygate/spec/data"}
+
+
+def test_without_a_checkout_the_installed_copy_is_read(tmp_path: Path):
+    """The package as a wheel lays it out, in a folder of its own: it finds its own data."""
+    import shutil
+    import subprocess
+    import sys
+
+    package = tmp_path / "site" / "paritygate"
+    shutil.copytree(SPECS.parent / "impl" / "paritygate" / "spec", package / "spec")
+    for name in ("__init__.py", "errors.py"):
+        shutil.copy(SPECS.parent / "impl" / "paritygate" / name, package / name)
+    shutil.copytree(SPECS, package / "spec" / "data")
+    code = "from paritygate.spec import load; print(load(__import__('sys').argv[1]).title)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(AS_ASKED)],
+        cwd=tmp_path / "site",
+        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == experiment(AS_ASKED).title
