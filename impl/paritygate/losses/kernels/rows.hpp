@@ -44,6 +44,7 @@ struct Pair {
         if (p.maximum == -INF || q.maximum == -INF) return;
         double apart = (double)p.maximum - q.maximum;
         p.sum = (q.sum + slope + curve) * std::exp(-apart);
+        if (p.sum < 1) p.sum = 1;  // the maximum alone is 1: no log-probability above 0 by rounding
         cross = q.sum * apart - slope;
     }
 };

@@ -1,0 +1,182 @@
+"""SPOD with logits given, forward and backward: ours, plain autograd, TRL, torchtune, and the floor of moving the bytes.
+
+Peers are measured where installed (`pip install --no-deps trl==1.16.0 torchtune`); none of them has a gate, so they
+compute the forward KL alone. Results are compared before anything is timed.
+"""
+
+import argparse
+import math
+from typing import Any
+
+import torch
+from measure import Run, agree, extra_bytes, interleaved, machine, peer, peer_file, save, table
+from torch import Tensor
+
+from paritygate.losses import spod
+from paritygate.losses.kernels import compiled, cpu
+
+TOKENS = 8  # in an action
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def problem(rows: int, vocabulary: int, dtype: torch.dtype, device: str, succeeded: float = 0.5) -> dict[str, Tensor]:
+    """Random logits; actions of 8 tokens, four an episode, of which a share succeeded."""
+    torch.manual_seed(0)
+    student = torch.randn(rows, vocabulary, device=device).mul_(2)
+    teacher = torch.randn(rows, vocabulary, device=device).add_(student)
+    tokens = torch.arange(rows, device=device) // TOKENS
+    episodes = torch.arange(int(tokens[-1]) + 1, device=device) // 4
+    count = int(episodes[-1]) + 1
+    return {
+        "student_logits": student.to(dtype),
+        "teacher_logits": teacher.to(dtype),
+        "actions": torch.randint(0, vocabulary, (rows,), device=device),
+        "action_index": tokens,
+        "episode_index": episodes,
+        "success": torch.arange(count, device=device) < succeeded * count,
+    }
+
+
+def plain(data: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """The loss as one would write it down: autograd through log-softmaxes; all actions and episodes are as long."""
+    log_p = data["student_logits"].to(dtype).log_softmax(-1)
+    log_q = data["teacher_logits"].to(dtype).log_softmax(-1)
+    kl = (log_q.exp() * (log_q - log_p)).sum(-1)
+    chosen = data["actions"][:, None]
+    l_p, l_q = (x.gather(1, chosen)[:, 0].view(-1, TOKENS).sum(1) for x in (log_p, log_q))
+    gate = data["success"][data["episode_index"]] & (l_q < l_p).detach()
+    floor = (math.log(0.5) - l_p).clamp(min=0) / TOKENS
+    return torch.where(gate, floor, kl.view(-1, TOKENS).mean(1)).mean()
+
+
+def contestants(data: dict[str, Tensor], buffer: Tensor) -> dict[str, Run]:
+    """Each runs forward and backward once, on logits that are a leaf."""
+    leaf = data["student_logits"].detach().requires_grad_()
+    mine: dict[str, Any] = {**data, "student_logits": leaf}
+    rows, vocabulary = leaf.shape
+
+    def through(loss: Any) -> Run:
+        def run() -> Tensor:
+            leaf.grad = None
+            loss().backward()
+            assert leaf.grad is not None
+            return leaf.grad
+
+        return run
+
+    def without_kernel() -> object:
+        serves, cpu.serves = cpu.serves, lambda *_: False
+        try:
+            return spod.success_preserving_loss_and_grad(**data, out=buffer)[1]
+        finally:
+            cpu.serves = serves
+
+    runs: dict[str, Run] = {
+        "plain autograd": through(lambda: plain(mine)),
+        "ours, autograd": through(lambda: spod.success_preserving_loss(**mine).loss),
+        "ours, reused buffer": lambda: spod.success_preserving_loss_and_grad(**data, out=buffer)[1],
+        "ours, in place": lambda: spod.success_preserving_loss_and_grad(
+            **{**data, "student_logits": buffer}, out=buffer
+        )[1],
+    }
+    if leaf.device.type == "cpu":
+        runs["ours, torch alone"] = without_kernel
+    if trainer := peer("trl.experimental.gkd.gkd_trainer", "GKDTrainer"):
+        runs["TRL generalized_jsd, beta 0"] = through(
+            lambda: trainer.generalized_jsd_loss(leaf[None], data["teacher_logits"][None], beta=0.0) / rows
+        )
+    if module := peer_file("torchtune", "modules/loss/kd_losses.py"):
+        loss, labels = (
+            module.ForwardKLWithChunkedOutputLoss(8),
+            torch.zeros(1, rows, dtype=torch.int64, device=leaf.device),
+        )
+        teacher = list(data["teacher_logits"][None].chunk(8, dim=1))
+        runs["torchtune chunked forward KL"] = through(lambda: loss(list(leaf[None].chunk(8, dim=1)), teacher, labels))
+    return runs
+
+
+def check(rows: int, vocabulary: int, dtype: torch.dtype, device: str) -> None:
+    """Every gradient against plain autograd in float64: with the gate, and for peers where no episode succeeded."""
+    for succeeded in (0.5, 0.0):
+        data = problem(rows, vocabulary, dtype, device, succeeded)
+        exact = data["student_logits"].double().requires_grad_()
+        plain({**data, "student_logits": exact}, torch.float64).backward()
+        buffer = data["student_logits"].clone()
+        for name, run in contestants(data, buffer).items():
+            if succeeded == 0 or not name.startswith(("TRL", "torchtune")):
+                buffer.copy_(data["student_logits"])
+                agree(f"{name}, {dtype}", run(), exact.grad, TOLERANCE[dtype])
+
+
+def measure(rows: int, vocabulary: int, dtype: torch.dtype, device: str, repeats: int) -> dict[str, Any]:
+    """Median times, ratios and extra memory of every contestant, and the floor: copying moves 2 N V numbers, we 3."""
+    data = problem(rows, vocabulary, dtype, device)
+    buffer = data["student_logits"].clone()
+    runs = contestants(data, buffer)
+    size = buffer.numel() * buffer.element_size()
+    extra = {name: extra_bytes(run, device) for name, run in runs.items()}
+    times = interleaved({"copy": lambda: buffer.copy_(data["teacher_logits"]), **runs}, repeats, device)
+    floor = 1.5 * times.pop("copy")
+    trl = times.get("TRL generalized_jsd, beta 0", math.nan)
+    lines = [
+        {
+            "": name,
+            "ms": 1e3 * seconds,
+            "x plain": times["plain autograd"] / seconds,
+            "x TRL": trl / seconds,
+            "/ floor": seconds / floor,
+            "extra / logits": None if extra[name] is None else max(0, extra[name] or 0) / size,
+        }
+        for name, seconds in times.items()
+    ]
+    print(f"\n{dtype}, N = {rows}, V = {vocabulary}: floor {1e3 * floor:.3g} ms\n{table(lines)}")
+    return {"dtype": str(dtype), "rows": rows, "vocabulary": vocabulary, "floor_ms": 1e3 * floor, "lines": lines}
+
+
+def sweep(dtype: torch.dtype, device: str, repeats: int) -> list[dict[str, Any]]:
+    """Time and extra memory of ours through autograd and in place, and plain, over N and over V."""
+    points: list[dict[str, Any]] = []
+    for axis, sizes in {
+        "N": [(n, 65536) for n in (64, 128, 256, 512)],
+        "V": [(128, v) for v in (16384, 32768, 65536, 131072, 262144)],
+    }.items():
+        for rows, vocabulary in sizes:
+            data = problem(rows, vocabulary, dtype, device)
+            buffer = data["student_logits"].clone()
+            kept = {
+                k: v for k, v in contestants(data, buffer).items() if k.startswith(("plain", "ours, a", "ours, in"))
+            }
+            extra = {name: extra_bytes(run, device) for name, run in kept.items()}
+            times = interleaved(kept, repeats, device)
+            points.append({"axis": axis, "rows": rows, "vocabulary": vocabulary, "seconds": times, "extra": extra})
+            print(f"N = {rows}, V = {vocabulary}: " + ", ".join(f"{k} {1e3 * t:.3g} ms" for k, t in times.items()))
+    return points
+
+
+def main() -> None:
+    """Parse the command line, check, measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", type=int, help="N (256; 8192 on a GPU), a multiple of 32")
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sweep", action="store_true", help="over N and V instead, for benchmarks/plot.py")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    rows = options.rows or (256 if options.device == "cpu" else 8192)
+    dtypes = [getattr(torch, name) for name in options.dtypes.split(",")]
+    print(f"{machine(options.device)}; compiled kernels: {compiled.available() or 'yes'}")
+    for dtype in dtypes:
+        check(32, 4099, dtype, options.device)
+    record: dict[str, Any] = {"machine": machine(options.device), "torch": torch.__version__}
+    if options.sweep:
+        record["sweep"] = {str(d): sweep(d, options.device, options.repeats) for d in dtypes}
+    else:
+        measured = [measure(rows, options.vocabulary, d, options.device, options.repeats) for d in dtypes]
+        record["tables"] = measured
+    save(options.json, record)
+
+
+if __name__ == "__main__":
+    main()

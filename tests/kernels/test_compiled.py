@@ -1,0 +1,173 @@
+"""How the kernels come to be: compiled here from these sources, for vectors narrow and wide, or not at all."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_batches import answer, batch
+from test_rows import holds
+
+from paritygate import bootstrap
+from paritygate.losses import spod
+from paritygate.losses.kernels import compiled, cpu
+
+FOLDER = Path(compiled.__file__).parent
+NARROW = {"x86-64-v3": 8, "x86-64": 4} if platform.machine() in ("x86_64", "AMD64") else {}
+HALF = [torch.float32, torch.bfloat16, torch.float16]
+needs_compiler = pytest.mark.skipif(compiled.available() is not None, reason=f"no kernels: {compiled.available()}")
+
+
+def sources() -> dict[str, bytes]:
+    return {name: (FOLDER / name).read_bytes() for name in compiled.SOURCES}
+
+
+@pytest.fixture(scope="module", params=NARROW, ids=str)
+def narrow(request: pytest.FixtureRequest) -> tuple[str, ctypes.CDLL]:
+    """The kernels compiled for a machine with less: AVX2, and SSE2 where every conversion is written out."""
+    command = (compiled.compiler()[0], f"-march={request.param}")
+    return request.param, compiled.load(compiled.build(command, sources()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_narrower_vectors_hold_too(
+    narrow: tuple[str, ctypes.CDLL], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, library = narrow
+    if target == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this machine has no AVX2")
+    assert library.paritygate_vector_width() == NARROW[target]
+    monkeypatch.setattr(cpu, "library", lambda: library)
+    for vocabulary in (1, 3, 7, 9, 100, 2051):
+        for noise in (1e-3, 2.0):
+            data = batch([[1, 3], [18], [2]], vocabulary, dtype, noise=noise, sure=3.0)
+            holds(data, *spod.success_preserving_loss_and_grad(**data))
+    data = batch([[2], [1]], 40, dtype)
+    data["student_logits"][:, 30:] = data["teacher_logits"][:, 30:] = -torch.inf
+    data["actions"].clamp_(max=20)
+    holds(data, *spod.success_preserving_loss_and_grad(**data))
+
+
+@needs_compiler
+def test_every_float16_and_bfloat16_comes_and_goes_exactly(narrow: tuple[str, ctypes.CDLL]) -> None:
+    """Over all 65,536 patterns: what one vector width reads and rounds, the widest does too."""
+    _, library = narrow
+    everything = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        logits = everything.view(dtype)[:, None].expand(-1, 2).contiguous()
+        logits[:, 1] = 0
+        actions = torch.zeros(len(logits), dtype=torch.int64)
+        wide = cpu.statistics(logits, logits, actions)
+        finite = torch.isfinite(logits[:, 0])
+        column = cpu.COLUMNS.index("student_maximum")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu, "library", lambda: library)
+            thin = cpu.statistics(logits, logits, actions)
+            rounded = torch.empty_like(logits)
+            weights = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64).expand(len(logits), 3)
+            cpu.gradient_(rounded, logits, logits, actions, thin, weights)
+        assert torch.equal(wide[finite, column], thin[finite, column])
+        assert torch.equal(thin[finite, column], logits[finite, 0].double().clamp(min=0))
+        exact = logits.double().softmax(-1)[finite]
+        step = torch.finfo(dtype).eps * exact + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps + 5e-38
+        assert ((rounded[finite].double() - exact).abs() <= step * 0.5001 + 1e-7 * exact).all()
+
+
+@needs_compiler
+def test_a_guarded_session_compiles_what_it_has_digested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where our modules are read from source alone, so are the kernels: no cache is read, and the digests are told."""
+    monkeypatch.setenv("PARITYGATE_CACHE", str(tmp_path))
+    monkeypatch.setattr(bootstrap, "LOADED", {"something": "read"})
+    compiled.library.__wrapped__()
+    for name, source in sources().items():
+        assert bootstrap.LOADED[os.path.realpath(FOLDER / name)] == hashlib.sha256(source).hexdigest()
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_compiler
+def test_the_cache_is_believed_for_its_own_bytes_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PARITYGATE_CACHE", str(tmp_path))
+    command, built = compiled.compiler(), []
+
+    def build(*_: object) -> bytes:
+        built.append(1)
+        return b"a library"
+
+    monkeypatch.setattr(compiled, "build", build)
+    assert compiled.cached(command, sources()) == compiled.cached(command, sources()) == b"a library"
+    assert len(built) == 1
+    (file,) = (tmp_path / "kernels").iterdir()
+    assert file.name.endswith(f"-{hashlib.sha256(b'a library').hexdigest()}.so")
+    file.write_bytes(b"another library")
+    assert compiled.cached(command, sources()) == b"a library"
+    changed = {**sources(), "spod.cpp": b"// edited"}
+    compiled.cached(command, changed)
+    compiled.cached((*command, "-g"), sources())
+    assert len(built) == 4
+
+
+@pytest.fixture
+def no_library() -> Iterator[None]:
+    """`library` asked anew, before and after."""
+    compiled.library.cache_clear()
+    yield
+    compiled.library.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"PATH": "", "CXX": ""}, "no C\\+\\+ compiler: none of c\\+\\+, g\\+\\+, clang\\+\\+"),
+        ({"CXX": "/nonexistent/c++"}, "/nonexistent/c\\+\\+ cannot be run"),
+        ({"CXX": "false"}, "false cannot be run"),
+        ({"PARITYGATE_KERNELS": "off"}, "PARITYGATE_KERNELS=off"),
+    ],
+)
+def test_without_a_compiler_torch_answers(
+    variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(compiled.Unavailable, match=words):
+        compiled.library()
+    data = batch([[2, 1], [3]], 60, torch.float32)
+    assert not cpu.serves(data["student_logits"], data["teacher_logits"])
+    holds(data, *spod.success_preserving_loss_and_grad(**data))
+    own = data["student_logits"].clone()
+    spod.success_preserving_loss_and_grad(**{**data, "student_logits": own}, out=own)
+    assert abs(own.double().numpy() - answer(data)[1]).max() < 1e-7
+
+
+@needs_compiler
+def test_what_does_not_compile_is_told_in_the_compiler_s_words() -> None:
+    with pytest.raises(compiled.Unavailable, match=r"could not compile the kernels: spod\.cpp:1:1: error: "):
+        compiled.build(compiled.compiler(), {"spod.cpp": b"nonsense"})
+
+
+def test_a_process_with_nothing_but_python_still_computes() -> None:
+    """A fresh interpreter with an empty PATH, from the checkout alone."""
+    program = """
+import sys; sys.path.insert(0, sys.argv[1])
+import torch
+from paritygate.losses import spod
+from paritygate.losses.kernels import compiled
+x = torch.zeros(1, 3); x[0, 0] = 1; i = torch.zeros(1, dtype=torch.int64)
+print(compiled.available(), float(spod.success_preserving_loss(x, x * 2, i, i, i, torch.tensor([False])).loss))
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "PATH")} | {"PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(FOLDER.parents[2])],
+        env=environment, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("no C++ compiler")
+    value = float(done.stdout.split()[-1])
+    p, q = torch.tensor([1.0, 0, 0]).double().log_softmax(0), torch.tensor([2.0, 0, 0]).double().log_softmax(0)
+    assert value == pytest.approx(float((q.exp() * (q - p)).sum()), rel=1e-6)

@@ -1,0 +1,241 @@
+"""The compiled rows in forms and sizes that the parity suite does not reach: widths, tails, strides, schedules."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_batches import answer, batch
+from torch import Tensor
+
+from paritygate.losses import spod
+from paritygate.losses.kernels import compiled, cpu
+
+HALF_ULP = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 5e-4}
+DTYPES = pytest.mark.parametrize("dtype", HALF_ULP, ids=str)
+RAGGED = [[1, 3, 2], [17], [40, 5], [1, 1], [2, 16, 1]]
+
+needs_compiler = pytest.mark.skipif(compiled.available() is not None, reason=f"no kernels: {compiled.available()}")
+pytestmark = needs_compiler
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def holds(data: dict[str, Tensor], result: Any, gradient: Tensor, **options: Any) -> None:
+    """The result is the reference's, to the tolerances of spec/losses.json."""
+    expected, slope = answer(data, **options)
+    assert result.gate.tolist() == expected.gate.tolist()
+    np.testing.assert_allclose(float(result.loss), expected.loss, rtol=1e-6, atol=1e-7)
+    for name in ("student_logprob", "teacher_logprob", "kl", "floor"):
+        np.testing.assert_allclose(getattr(result, name).numpy(), getattr(expected, name), rtol=1e-6, atol=2e-6)
+    worst = np.abs(gradient.double().numpy() - slope).max()
+    largest = np.abs(slope).max()
+    allowed = HALF_ULP[gradient.dtype] * largest + (2.0**-25 if gradient.dtype == torch.float16 else 0.0)
+    assert worst <= allowed, f"gradient off by {worst:.3g}, largest entry {largest:.3g}"
+
+
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [1, 2, 3, 15, 16, 17, 31, 33, 64, 257, 2047, 2048, 2049, 4099])
+def test_any_vocabulary(vocabulary: int, dtype: torch.dtype) -> None:
+    data = batch([[1, 2], [3]], vocabulary, dtype, seed=vocabulary)
+    holds(data, *spod.success_preserving_loss_and_grad(**data))
+
+
+@DTYPES
+@pytest.mark.parametrize("sure", [0.0, 6.0, 30.0])
+@pytest.mark.parametrize("noise", [1e-3, 2.0])
+def test_ragged_actions_every_branch(dtype: torch.dtype, sure: float, noise: float) -> None:
+    """Short and long actions, protected below and above the floor, failed episodes; nearly equal rows too."""
+    data = batch(RAGGED, 301, dtype, sure=sure, noise=noise)
+    result, gradient = spod.success_preserving_loss_and_grad(**data, tau0=0.4, floor_weight=0.7)
+    assert result.gate.any()
+    assert not result.gate.all()
+    holds(data, result, gradient, tau0=0.4, floor_weight=0.7)
+
+
+@DTYPES
+def test_out_in_place_and_autograd_are_the_same_bits(dtype: torch.dtype) -> None:
+    data = batch(RAGGED, 519, dtype, sure=5.0)
+    result, fresh = spod.success_preserving_loss_and_grad(**data)
+    reused = torch.full_like(fresh, torch.nan)
+    assert spod.success_preserving_loss_and_grad(**data, out=reused)[1] is reused
+    own = data["student_logits"].clone()
+    placed, gradient = spod.success_preserving_loss_and_grad(**{**data, "student_logits": own}, out=own)
+    assert gradient is own
+    leaf = data["student_logits"].clone().requires_grad_()
+    through = spod.success_preserving_loss(**{**data, "student_logits": leaf})
+    through.loss.backward()
+    assert leaf.grad is not None
+    for other in (reused, own, leaf.grad):
+        assert torch.equal(fresh, other)
+    for other in (placed, through):
+        assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(result, other, strict=True))
+
+
+@DTYPES
+def test_the_thread_count_changes_no_bit(dtype: torch.dtype) -> None:
+    data = batch(RAGGED * 3, 1031, dtype, sure=4.0)
+    with threads(1):
+        result, gradient = spod.success_preserving_loss_and_grad(**data)
+    for count in (2, 3, 7):
+        with threads(count):
+            again, other = spod.success_preserving_loss_and_grad(**data)
+        assert torch.equal(gradient, other)
+        assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+
+
+def layouts(logits: Tensor) -> dict[str, Tensor]:
+    """The same logits laid out otherwise."""
+    count, vocabulary = logits.shape
+    odd = logits.new_zeros(count * vocabulary + 1)[1:].view(count, vocabulary)
+    wide = logits.new_zeros(count, 2 * vocabulary + 3)[:, 3 : 3 + vocabulary]
+    turned = logits.new_zeros(vocabulary, count).t()
+    every_other = logits.new_zeros(2 * count, vocabulary)[::2]
+    found = {"misaligned": odd, "inside a wider matrix": wide, "transposed": turned, "every other row": every_other}
+    for view in found.values():
+        view.copy_(logits)
+    return found
+
+
+@DTYPES
+def test_any_layout_of_logits_and_out(dtype: torch.dtype) -> None:
+    data = batch([[2, 3], [4], [20]], 261, dtype)
+    result, expected = spod.success_preserving_loss_and_grad(**data)
+    students, teachers = layouts(data["student_logits"]), layouts(data["teacher_logits"])
+    for name, student in students.items():
+        for teacher in teachers.values():
+            for out in (None, torch.empty_like(expected), layouts(expected * 0)[name], student.clone()):
+                moved = {**data, "student_logits": student, "teacher_logits": teacher}
+                again, gradient = spod.success_preserving_loss_and_grad(**moved, out=out)
+                assert torch.equal(gradient, expected), name
+                assert torch.equal(again.loss, result.loss)
+        own = layouts(data["student_logits"])[name]
+        assert torch.equal(
+            spod.success_preserving_loss_and_grad(**{**data, "student_logits": own}, out=own)[1], expected
+        )
+        assert torch.equal(student, data["student_logits"]), "the input was changed"
+
+
+@DTYPES
+def test_float16_extremes_keep_the_maximum_apart(dtype: torch.dtype) -> None:
+    data = batch([[2, 1], [3], [2]], 96, dtype)
+    top = 65504.0 if dtype == torch.float16 else 65280.0
+    for side, sign in (("student_logits", 1.0), ("teacher_logits", -1.0)):
+        data[side][:, ::7] = sign * top
+        data[side][:, 1::7] = -sign * top
+    data["student_logits"][0] += 0.5
+    holds(data, *spod.success_preserving_loss_and_grad(**data))
+
+
+@DTYPES
+def test_entries_of_minus_infinity(dtype: torch.dtype) -> None:
+    data = batch([[2, 2], [3], [2]], 83, dtype)
+    data["actions"].clamp_(max=40)
+    for side in ("student_logits", "teacher_logits"):
+        data[side][:, 70:] = -math.inf  # a padded vocabulary: nothing, and gradient 0
+    data["teacher_logits"][:, 50:60] = -math.inf  # teacher alone: nothing
+    result, gradient = spod.success_preserving_loss_and_grad(**data)
+    holds(data, result, gradient)
+    assert (gradient[:, 70:] == 0).all()
+    data["success"] = torch.zeros(3, dtype=torch.bool)
+    data["student_logits"][1, 45] = -math.inf  # student alone, under teacher mass: the loss is +inf
+    result, gradient = spod.success_preserving_loss_and_grad(**data)
+    assert float(result.loss) == math.inf
+    assert result.kl[0] == math.inf
+    assert torch.isfinite(gradient).all()
+
+
+def test_mass_too_small_for_float32_is_still_mass() -> None:
+    """exp(-200) is no float32, but it is teacher mass; exp(-131008) is none in float64 either."""
+    student, teacher = torch.zeros(2, 4), torch.tensor([[0.0, 0, 0, -200], [0, 0, 0, -131008]])
+    student[:, 3] = -math.inf
+    kl = cpu.statistics(student, teacher, torch.zeros(2, dtype=torch.int64))[:, cpu.COLUMNS.index("kl")]
+    assert kl[0] == math.inf
+    assert kl[1] == pytest.approx(0.0, abs=1e-7)
+
+
+@DTYPES
+def test_identical_rows_tie_exactly(dtype: torch.dtype) -> None:
+    data = batch(RAGGED, 1000, dtype)
+    data["teacher_logits"] = data["student_logits"].clone()
+    data["success"][:] = True
+    result, gradient = spod.success_preserving_loss_and_grad(**data)
+    assert not result.gate.any()
+    assert float(result.loss) == 0
+    assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(math.nan, "holds NaN"), (math.inf, r"holds \+inf"), (None, "is all -inf")]
+)
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize("form", ["autograd", "fresh", "in place"])
+def test_a_bad_row_is_named(value: float | None, words: str, side: str, form: str) -> None:
+    data = batch([[2, 2], [3]], 40, torch.float32)
+    row = data[f"{side}_logits"][4]
+    if value is None:
+        row.fill_(-math.inf)
+    else:
+        row[17] = value
+    calls = {
+        "autograd": spod.success_preserving_loss,
+        "fresh": spod.success_preserving_loss_and_grad,
+        "in place": partial(spod.success_preserving_loss_and_grad, out=data["student_logits"]),
+    }
+    with pytest.raises(ValueError, match=f"{side}_logits row 4 {words}"):
+        calls[form](**data)
+    assert math.isnan(float(spod.success_preserving_loss(**data, validate=False).loss)) or side == "student"
+
+
+def test_unvalidated_tokens_read_and_write_inside_their_rows() -> None:
+    data = batch([[2, 1]], 40, torch.float32)
+    data["actions"] = torch.tensor([-1, 40, 10**12])
+    guarded = torch.full((5, 40), 7.0)
+    result, _ = spod.success_preserving_loss_and_grad(**data, out=guarded[1:4], validate=False)
+    assert result.student_logprob.isnan().all()
+    assert not result.gate.any()
+    assert (guarded[0] == 7).all()
+    assert (guarded[4] == 7).all()
+
+
+@DTYPES
+def test_backward_scales_before_it_rounds_and_can_be_called_twice(dtype: torch.dtype) -> None:
+    """As a gradient scaler needs: 2^14 times the loss has 2^14 times the gradient, where that would vanish too."""
+    data = batch([[4, 4]] * 40, 400, dtype)
+    leaf = data["student_logits"].clone().requires_grad_()
+    loss = spod.success_preserving_loss(**{**data, "student_logits": leaf}).loss * 2.0**14
+    (once,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    (twice,) = torch.autograd.grad(loss, leaf)
+    assert torch.equal(once, twice)
+    _, slope = answer(data)
+    assert np.abs(once.double().numpy() / 2.0**14 - slope).max() <= HALF_ULP[dtype] * np.abs(slope).max()
+
+
+def test_the_gradient_is_differentiable_where_asked() -> None:
+    data = batch([[2, 1], [2]], 11, torch.float32, sure=2.0)
+    leaf = data["student_logits"].clone().requires_grad_()
+    loss = spod.success_preserving_loss(**{**data, "student_logits": leaf}).loss
+    (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    (second,) = torch.autograd.grad(slope.square().sum(), leaf)
+    assert torch.isfinite(second).all()
+    assert second.abs().max() > 0
+
+
+@DTYPES
+def test_mixed_dtypes_and_float64_are_torch_s(dtype: torch.dtype) -> None:
+    data = batch([[2, 1], [2]], 50, dtype)
+    data["teacher_logits"] = data["teacher_logits"].double()
+    assert not cpu.serves(data["student_logits"], data["teacher_logits"])
+    holds(data, *spod.success_preserving_loss_and_grad(**data))
