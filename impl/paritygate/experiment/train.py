@@ -9,6 +9,7 @@ from paritygate.experiment.journal import Record
 from paritygate.experiment.lane import PROCESS, Lane, LaneRun
 from paritygate.experiment.metrics import add_tallies
 from paritygate.experiment.state import Decided, PhaseStopped, State
+from paritygate.report import write_vocabulary
 
 PHASE = "train"
 
@@ -32,13 +33,15 @@ async def train(state: State) -> Decided:
     for lane in lanes:
         sampler = await runs[lane.arm.name].trainer.snapshot(f"{lane.key}-final-{PROCESS}")
         samplers[lane.arm.name] = sampler.path
+    policy = await state.policy()
+    vocabulary = write_vocabulary(state.directory, lambda ids: str(policy.tokenizer.decode(ids)))
     counts = {lane.arm.name: _counts(state, lane) for lane in lanes}
     mixed = ", ".join(f"{name}: {c['groups_with_mixed_reward']:g} of {c['groups']:g}" for name, c in counts.items())
     return Decided(
         f"{state.exp.steps} steps an arm taken; groups with mixed outcomes: {mixed}",
         "no step was NaN and no arm's mean |advantage| passed its gate",
         {"samplers": samplers, "counts": counts, "steps": state.exp.steps, "tasks": list(tasks)},
-        state.journal.files(PHASE),
+        [*state.journal.files(PHASE), vocabulary],
     )
 
 
