@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paritygate.errors import BadInputError
-from paritygate.receipts import guard, write_atomic
+from paritygate.receipts import guard, refuse_other_code, write_atomic
 from paritygate.spec.synthetic import Synthetic
 
 DEFAULT_OUTPUT = Path("runs") / "spod-component.json"
@@ -60,6 +60,7 @@ def run(
             print(line, file=sys.stderr, flush=True)
 
     results = [train_seed(spec, seed, device, say) for seed in spec.seeds]
+    refuse_other_code(root, parity)  # modules that were imported after the guard
     facts = artifact(root, spec, results, device=device, parity=parity)
     try:
         write_atomic(target, (json_module.dumps(facts, indent=1, allow_nan=False) + "\n").encode(), exclusive=True)
@@ -137,9 +138,8 @@ def checked_device(device: str) -> None:
         raise BadInputError(f"--device {device}: cpu or cuda is expected.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(index or 0) >= count:
-        raise BadInputError(
-            f"--device {device}: CUDA is unavailable, torch {torch.__version__} finds {count} devices; use --device cpu."
-        )
+        found = f"torch {torch.__version__} finds {count} devices"
+        raise BadInputError(f"--device {device}: CUDA is unavailable ({found}); --device cpu runs here.")
 
 
 def _table(facts: dict[str, Any]) -> list[str]:
