@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -44,6 +44,13 @@ class Backend:
         self._guard = guard
         self._local = urlsplit(guard.base_url).hostname in ("127.0.0.1", "localhost", "::1")
         self._tokenizers: dict[str, Any] = {}
+
+    def session(self) -> AbstractAsyncContextManager["Backend"]:
+        """Another session at the same service: what is created in it is freed at its end, saved states excepted."""
+        own = self._guard
+        guard = Guard(own.base_url, own.api_key, patience=own.patience, limit=own.limit)
+        guard.process_ended = own.process_ended
+        return _session(guard, embedded=self.embedded)
 
     async def training(self, base_model: str, rank: int = 32, seed: int = 0) -> Trainer:
         """A fresh LoRA adapter on `base_model`, initialised by `seed`; BackendError if it is not served."""
