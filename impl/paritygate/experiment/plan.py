@@ -108,7 +108,8 @@ def design_lines(exp: Experiment, checks: dict[str, DesignCheck]) -> tuple[str, 
     lines = [
         f"The unit is the task: n = {n}. Paired Hoeffding intervals at {1 - rule.alpha:.0%}, simultaneous over "
         f"{len(rule.criteria)} criteria, have a half-width of {primary.half_width:.3f}.",
-        f"The smallest observed difference that certifies the margin {margin:+.2f} is {primary.smallest:+.3f}.",
+        f"The smallest observed difference that certifies the margin {margin:+.2f} is {primary.smallest:+.3f}"
+        + ("." if primary.smallest < 1 else ", more than any difference can be."),
         f"For {DESIGN_POWER:.0%} power (standard deviation {DESIGN_SD} of a difference) a true difference of {needed}.",
     ]
     if not primary.feasible:

@@ -30,10 +30,12 @@ async def service_preflight(state: State) -> Decided:
         "sdk": importlib.metadata.version("tinker"),
     }
     collector = await Collector.of(state, state.settings())
+    facts["prompt_tokens"] = len(collector.opening_tokens(collector.train_tasks()[0]))
     files = [await _probe(state, arm, collector, facts) for arm in state.exp.arms]
     what = "the embedded server" if backend.embedded else backend.endpoint
     return Decided(
-        f"{what} serves {state.exp.base_model} (tinker SDK {facts['sdk']})",
+        f"{what} serves {state.exp.base_model} (tinker SDK {facts['sdk']}); the prompt before an episode takes "
+        f"{facts['prompt_tokens']:,} of {state.exp.max_seq_len:,} tokens",
         f"each of {len(state.exp.arms)} throw-away clients sampled, judged, scored and trained on one trajectory",
         facts,
         files,
