@@ -9,3 +9,7 @@ class DataError(BadInputError):
 
 class EpisodeOver(ParityGateError):  # noqa: N818 - the state it names
     """A step or another grade was asked for after the end of an episode (a bug of the caller, exit 1)."""
+
+
+class ToolRefusal(Exception):  # noqa: N818 - what a tool answers, no fault
+    """A tool's own refusal: its text, after "Error: ", is the observation."""
