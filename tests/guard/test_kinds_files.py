@@ -44,6 +44,7 @@ def test_caches_and_run_folders_do_not_matter(tree: Tree) -> None:
 
 def test_no_receipt(bare: Tree) -> None:
     bare.refused("no parity receipt in")
+    bare.check_refused("no parity receipt in")
 
 
 # 2 ---------------------------------------------------------------------------------------------------------------
@@ -81,8 +82,7 @@ def test_a_receipt_with_too_few_comparisons(tree: Tree) -> None:
 
 
 def test_a_receipt_for_another_device_class(tree: Tree) -> None:
-    done = tree.python("impl/verify.py", "--parity", "--device", "cuda")
-    assert (done.returncode, "no parity receipt for device cuda" in done.stderr) == (3, True), done
+    tree.check_refused("no parity receipt for device cuda", "--device", "cuda")
 
 
 def fake_torch(folder: Path, version: str, cuda: str) -> str:
@@ -143,6 +143,7 @@ def test_a_tolerance_edited(tree: Tree, committed: bool) -> None:
     if committed:
         tree.commit("a wider tolerance")
     tree.refused("spec/losses.json was edited since parity was shown")
+    tree.check_refused("spec/losses.json was edited since parity was shown")
 
 
 def test_a_loss_added_to_the_spec_needs_its_own_proof(tree: Tree) -> None:

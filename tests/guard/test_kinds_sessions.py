@@ -142,14 +142,7 @@ def test_python_optimised(bare: Tree, tree: Tree) -> None:
 
 
 def test_a_plugin_with_too_few_examples(bare: Tree, tmp_path: Path) -> None:
-    text = """
-import hypothesis
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if hasattr(item.obj, "hypothesis"):
-            item.obj._hypothesis_internal_use_settings = hypothesis.settings(max_examples=3, database=None)
-"""
+    text = "import hypothesis\nhypothesis.settings.max_examples = property(lambda self: 3)\n"
     output = bare.parity("-p", "attack", **plugin(tmp_path / "attack", text))
     not_green(bare, output, "toy/value has 3 of the 20 comparisons that count")
 

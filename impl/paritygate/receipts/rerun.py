@@ -66,7 +66,7 @@ def clean_worktree(root: Path, tree: Path, environment: dict[str, str]) -> Gener
 
 def run_parity(tree: Path, device: str, seed: str | None, environment: dict[str, str]) -> ParityReceipt:
     """The receipt of a parity session in `tree`, a process of its own; raises Refused, with its words, if not green."""
-    command = [sys.executable, "-I", "-m", "pytest", "tests/parity", "-q", "--device", device]
+    command = [sys.executable, "-I", "-m", "pytest", "tests/parity", "-q", "-x", "--device", device]
     command += ["-c", str(tree / "pyproject.toml"), "--rootdir", str(tree), "-p", "no:cacheprovider"]
     if seed is not None:
         command += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-seed={seed}"]
