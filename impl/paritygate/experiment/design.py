@@ -27,7 +27,7 @@ async def design_check(state: State) -> Decided:
     data, space = plan.benchmark_facts(exp, source), forecast.room(exp, source)
     primary, n = checks["primary"], exp.eval.n_examples
     lines = plan.design_lines(exp, checks)
-    notes = (*plan.benchmark_lines(exp, data), *plan.room_lines(exp, space))
+    notes = (*plan.benchmark_lines(exp, data), *plan.context_lines(exp, source), *plan.room_lines(exp, space))
     for line in (*lines, *notes):
         state.progress.line(f"      {line}")
     return Decided(

@@ -55,13 +55,14 @@ def plan(exp: Experiment, *, device: str = "cpu", tau_bench: str | Path | None =
         absent = str(error)
     checks = design_checks(exp)
     data = benchmark_facts(exp, source) if source is not None else {}
+    abridged = context_lines(exp, source) if source is not None else ()
     space = forecast.room(exp, source)
     sections = (
         Section(exp.title, _overview(exp, device)),
         Section("Phases and gates", _phases(exp)),
         Section("Design check", design_lines(exp, checks)),
         Section("The benchmark", benchmark_lines(exp, data) if source is not None else (f"not looked at: {absent}",)),
-        Section("Room for an episode", room_lines(exp, space)),
+        Section("Room for an episode", (*abridged, *room_lines(exp, space))),
         Section("Asked of the service", _asked(exp)),
         Section("Before it may start", _conditions(exp)),
     )
@@ -177,6 +178,14 @@ def benchmark_lines(exp: Experiment, data: dict[str, Any]) -> tuple[str, ...]:
     if data["do_nothing_trained"]:
         lines.append(f"Doing nothing also scores 1.0 on training tasks {_listed(data['do_nothing_trained'])}.")
     return tuple(lines)
+
+
+def context_lines(exp: Experiment, source: "Source") -> tuple[str, ...]:
+    """What of the policy and the tools the agent is not shown; nothing where it is shown all."""
+    from paritygate.agent import prompt
+
+    rule = prompt.context(exp.protocol.context.kind, source.wiki, source.tools).rule
+    return (rule,) if rule else ()
 
 
 def room_lines(exp: Experiment, space: forecast.Room) -> tuple[str, ...]:
