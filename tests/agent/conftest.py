@@ -9,6 +9,7 @@ from players import TOOLS
 from paritygate.agent import prompt, renderer
 from paritygate.agent.vocabulary import offline
 from paritygate.server import Running, start
+from paritygate.server.models import resolve
 
 
 @pytest.fixture(scope="session")
@@ -20,11 +21,11 @@ def tiny() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def tiny_tokenizer(tiny: Running) -> Any:
+def tiny_tokenizer() -> Any:
     """The tiny model's tokenizer: ChatML's three control tokens, bytes, and little else."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(tiny.tokenizer))
+    return AutoTokenizer.from_pretrained(str(resolve("tiny").folder))
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ class ChatMLRenderer:
     """A renderer of the `renderers` interface: `<|im_start|>role\\n...<|im_end|>\\n`, calls in `<tool_call>` JSON.
 
     A header, a body and an end are encoded apart, so the tokens of a prefix never depend on what follows and bridging
-    is exact by construction. Tools belong in the system message (see `prompt.compact`); `tools` is not written.
+    is exact by construction. `tools` are written as JSON lines after the system message's text.
     """
 
     is_prefix_stable = True
@@ -35,10 +35,14 @@ class ChatMLRenderer:
         self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False
     ) -> RenderedTokens:
         """Tokens of a whole conversation, each with its message and whether a model would have sampled it."""
-        del tools
         out = RenderedTokens(message_roles=[m["role"] for m in messages])
+        if tools:
+            first = messages[0] if messages and messages[0]["role"] == "system" else None
+            system = {"role": "system", "content": _with_tools(first["content"] if first else "", tools)}
+            self._emit(out, 0 if first else -1, system)
         for index, message in enumerate(messages):
-            self._emit(out, index, message)
+            if not (tools and index == 0 and message["role"] == "system"):
+                self._emit(out, index, message)
         if add_generation_prompt:
             self._add(out, self._header("assistant"), -1, sampled=False)
         return out
@@ -108,6 +112,12 @@ class ChatMLRenderer:
         out.token_ids.extend(ids)
         out.message_indices.extend([index] * len(ids))
         out.sampled_mask.extend([sampled] * len(ids))
+
+
+def _with_tools(content: str, tools: Any) -> str:
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    form = '<tool_call>{"name": <name>, "arguments": <object>}</tool_call>'
+    return f"{content}\n\nTools, called as {form}:\n{lines}".lstrip()
 
 
 def _body(message: Message) -> str:

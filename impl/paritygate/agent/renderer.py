@@ -84,10 +84,11 @@ def load(name: str, tokenizer: Any, *, model: str | None = None, thinking: bool 
 def _config(name: str, *, thinking: bool) -> Any:
     from renderers import configs
 
+    # "all": a trajectory is extended over thinking turns too, where the templates would drop old thoughts.
     if name == "qwen3":
-        return configs.Qwen3RendererConfig(enable_thinking=thinking)
+        return configs.Qwen3RendererConfig(enable_thinking=thinking, thinking_retention="all")
     if name == "qwen3.5":
-        return configs.Qwen35RendererConfig(enable_thinking=thinking)
+        return configs.Qwen35RendererConfig(enable_thinking=thinking, thinking_retention="all")
     if name == "gpt-oss":
         return configs.GptOssRendererConfig(conversation_start_date=HARMONY_DATE)
     return configs.Llama3RendererConfig()

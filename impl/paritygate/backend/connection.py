@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -110,6 +111,7 @@ async def connect(
     api_key: str | None = None,
     *,
     embedded_model: str | None = None,
+    embedded_dtype: str = "float32",
     state_dir: str | Path | None = None,
     patience: float = 60.0,
     limit: float = 1800.0,
@@ -124,7 +126,8 @@ async def connect(
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     server: EmbeddedServer | None = None
     if base_url is None:
-        server = EmbeddedServer(embedded_model or "smollm2", Path(state_dir) if state_dir is not None else None)
+        folder = Path(state_dir) if state_dir is not None else None
+        server = EmbeddedServer(embedded_model or "smollm2", folder, embedded_dtype)
         await server.start()
         base_url, api_key = server.base_url, server.api_key
     try:
@@ -145,12 +148,14 @@ async def connect(
 async def _session(guard: Guard, *, embedded: bool) -> AsyncGenerator[Backend]:
     import tinker
 
+    from paritygate.backend.holder import open_session
+
     service = tinker.ServiceClient(base_url=guard.base_url, api_key=guard.api_key)
     status: Literal["success", "errored", "interrupted"] = "success"
     try:
-        # Building the holder talks to the service and blocks; without a session nothing else works.
-        await guard.once("Opening a session", lambda: in_daemon_thread(lambda: service.holder))
-        rest = tinker.RestClient(service.holder)
+        open_it = partial(open_session, service, guard.base_url, guard.api_key)
+        holder = await guard.once("Opening a session", lambda: in_daemon_thread(open_it))
+        rest = tinker.RestClient(holder)
         response = await guard.repeatable("Reading the service's capabilities", rest.get_server_capabilities)
         models = [(m.model_name, m.max_context_length) for m in response.supported_models if m.model_name]
         yield Backend(service, guard, models, embedded=embedded)

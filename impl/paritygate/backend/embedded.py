@@ -23,10 +23,11 @@ START_SECONDS = 600.0
 class EmbeddedServer:
     """One `python -m paritygate.backend.embedded` child; `base_url`, `api_key` and `model` are known once it runs."""
 
-    def __init__(self, model: str, state_dir: Path | None = None) -> None:
+    def __init__(self, model: str, state_dir: Path | None = None, dtype: str = "float32") -> None:
         self.base_url = ""
         self.api_key = "tml-" + secrets.token_hex(16)
         self.model = model
+        self.dtype = dtype
         self._own_dir = tempfile.TemporaryDirectory(prefix="paritygate-") if state_dir is None else None
         self._dir = Path(self._own_dir.name) if self._own_dir is not None else Path(str(state_dir))
         self._process: subprocess.Popen[str] | None = None
@@ -42,7 +43,8 @@ class EmbeddedServer:
         self._dir.mkdir(parents=True, exist_ok=True)
         self._log = (self._dir / "server.log").open("a", encoding="utf-8")
         paths = [str(SOURCE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        arguments = ["--model", self.model, "--port", "0", "--api-key", self.api_key, "--state", str(self._dir)]
+        arguments = ["--model", self.model, "--dtype", self.dtype, "--port", "0"]
+        arguments += ["--api-key", self.api_key, "--state", str(self._dir)]
         self._process = subprocess.Popen(
             [*command("paritygate.backend.embedded"), str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,
