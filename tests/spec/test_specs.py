@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from paritygate.spec import Experiment, load
+from paritygate.spec import Arm, ArmKind, Experiment, load
 from paritygate.spec.pins import PINS, TAU_BENCH_DATABASE_SHA256
 from paritygate.spec.schema import load_schema, spec_folder
 
@@ -113,6 +114,17 @@ def test_every_object_of_every_schema_is_closed(name: str):
                 visit(child, f"{place}/{index}")
 
     visit(schema, "")
+
+
+def test_an_experiment_stands_on_the_losses_of_its_arms():
+    assert experiment(SPECS / "sdpo.json").losses == ("grpo", "policy_gradient", "sdpo")
+    assert load(SPECS / "spod.json").losses == ("averaging", "spod")
+    known = json.loads((SPECS / "losses.json").read_text("utf-8"))["losses"]
+    for kind in get_args(ArmKind):
+        arm = Arm("a", "", kind, 1e-4, 0, 0.9, 20)
+        assert "policy_gradient" in arm.losses
+        assert set(arm.losses) <= set(known)
+        assert arm.needs_teacher == ("sdpo" in arm.losses)
 
 
 def test_pinned_digests_stand_in_one_table_only():

@@ -33,9 +33,8 @@ class Arm:
     @property
     def losses(self) -> tuple[str, ...]:
         """Names in spec/losses.json that this arm stands on."""
-        common = ("averaging", "policy_gradient")
         own = {"grpo": ("grpo",), "hybrid": ("grpo", "sdpo")}.get(self.kind, ("sdpo",))
-        return tuple(sorted({*common, *own}))
+        return (*own[:1], "policy_gradient", *own[1:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,9 +119,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Which model the embedded server loads where no service is named."""
+    """Which model the embedded server loads where no service is named, and the dtype of its frozen weights."""
 
     embedded_model: str | None
+    embedded_dtype: Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,4 +62,4 @@ class Synthetic:
     @property
     def losses(self) -> tuple[str, ...]:
         """Names in spec/losses.json that the component stands on."""
-        return ("spod",)
+        return ("averaging", "spod")  # SPOD averages over tokens, states and episodes

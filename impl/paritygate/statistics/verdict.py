@@ -101,9 +101,8 @@ def decide(
     missing = tuple(_missing(scores, wanted, decision_rule.criteria))
     dimensions = tuple(_dimensions(scores, treatment, baseline, wanted, decision_rule.alpha))
     if missing or not wanted:
-        what = (
-            f"{len(missing)} of the results it needs are missing, e.g. {missing[0]}" if missing else "nothing to judge"
-        )
+        times = "once" if rollouts_per_task == 1 else f"{rollouts_per_task} times"
+        what = f"{len(missing)} results are not there exactly {times}, e.g. {missing[0]}" if missing else "no tasks"
         why = f"The evaluation is incomplete: {what}. Nothing is imputed and nothing is decided."
         return Verdict("incomplete", treatment, baseline, (), dimensions if wanted else (), missing, why)
     results = tuple(
