@@ -100,7 +100,7 @@ def test_its_other_penalty_subtracts_the_mean() -> None:
 
 
 def test_its_discount_leaks_onto_positions_that_are_not_actions() -> None:
-    """With a discount of 0.9, fourteen positions that are no actions carry an advantage: the wire does not mask them."""
+    """With a discount of 0.9, fourteen positions that are no action carry an advantage: the wire masks nothing."""
     leaked = golden("tinker_distillation")["results"]["opd_incorporate_kl_penalty/discount=0.9"]
     assert leaked["nonzero_adv_on_masked"] == 14
     for datum in leaked["datums"]:

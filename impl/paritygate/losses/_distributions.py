@@ -31,6 +31,6 @@ def log_mixture(log_p: Tensor, log_q: Tensor, mixture: float) -> Tensor:
     """log((1-a) p + a q) of each entry, written from the larger of the two so that nearly equal rows keep digits."""
     larger = log_p >= log_q
     gap = torch.where(larger, log_q - log_p, log_p - log_q)
-    gap = torch.where(log_p == log_q, 0.0, gap)  # -inf - -inf
+    gap = torch.where(gap.isnan(), 0.0, gap)  # -inf - -inf
     rest = torch.expm1(gap)
     return torch.where(larger, log_p + torch.log1p(mixture * rest), log_q + torch.log1p((1.0 - mixture) * rest))
