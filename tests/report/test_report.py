@@ -161,6 +161,18 @@ def test_without_a_vocabulary_token_ids_stand_for_texts(tmp_path: Path):
         assert all(re.fullmatch(r"\[\d+\]", token.text) for token in transcript.tokens)
 
 
+def test_an_episode_that_left_its_group_is_not_shown(tmp_path: Path):
+    directory = make(tmp_path / "run")
+    path = directory / "trajectories" / "train-grpo-003.jsonl"
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    for row in rows[2:]:
+        row["judgement"] = row["judgement"] | {"composite": None} if row["rollout"] % 2 else None
+    rows[0]["sampler_logprobs"][12] = "nan"  # how a value that is no number is written
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    shown = [transcript.title for transcript in transcripts(read_run(directory)) if "grpo" in transcript.title]
+    assert shown == ["grpo, step 3, train task 0, rollout 1", "grpo, step 3, train task 0, rollout 0"]
+
+
 def test_numbers_that_are_none_leave_a_dash(tmp_path: Path):
     directory = make(tmp_path / "run")
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text("utf-8").splitlines()]

@@ -40,11 +40,16 @@ def chosen(run: RunFiles) -> list[tuple[str, int, Record]]:
         if not steps:
             continue
         step = steps[-1]["step"]
-        rows = [row for row in run.trajectories("train", arm, step) if row.get("judgement")]
-        ordered = sorted(rows, key=lambda row: -(row["judgement"]["composite"] or 0.0))
+        rows = [row for row in run.trajectories("train", arm, step) if _composite(row) is not None]
+        ordered = sorted(rows, key=lambda row: -(_composite(row) or 0.0))
         ends = [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
         picked += [(arm, step, row) for row in ends[:EACH_ARM]]
     return picked
+
+
+def _composite(row: Record) -> float | None:
+    """None for an episode that left its group: no parsed judge, or a fault of the user simulator."""
+    return (row.get("judgement") or {}).get("composite")
 
 
 def write_vocabulary(run_dir: Path | str, decode: Callable[[list[int]], str]) -> str:
@@ -72,7 +77,7 @@ def _transcript(arm: str, step: int, row: Record, texts: Record) -> Transcript:
             bool(row["mask"][t]),
             values[t],
             largest,
-            (row["sampler_logprobs"][t], teacher[t]),
+            {"sampled at": row["sampler_logprobs"][t], "teacher": teacher[t]},
         )
         for t in range(row.get("prompt_length", 0), len(row["tokens"]))
     )
@@ -96,17 +101,11 @@ def _finite(value: object) -> float:
     return number if abs(number) < float("inf") else 0.0
 
 
-def _token(
-    text: str, sampled: bool, advantage: float, largest: float, logprobs: tuple[float | None, float | None]
-) -> Token:
+def _token(text: str, sampled: bool, advantage: float, largest: float, logprobs: Record) -> Token:
     if not sampled:
         return Token(text, False, None, "")
-    student, teacher = logprobs
-    hint = f"advantage {advantage:+.3f}"
-    if student is not None:
-        hint += f"; sampled at {student:.3f} nats"
-    if teacher is not None:
-        hint += f"; teacher {teacher:.3f} nats"
+    said = [f"{name} {float(value):.3f} nats" for name, value in logprobs.items() if value is not None]
+    hint = "; ".join([f"advantage {advantage:+.3f}", *said])
     if not largest or not advantage:
         return Token(text, True, None, hint)
     strength = abs(advantage) / largest
