@@ -35,7 +35,7 @@ async def pilot(state: State, arm: Arm, settings: Settings, variant: str) -> lis
     tasks = collector.train_tasks()
     for step in range(run.done, state.exp.protocol.pilot.steps):
         state.progress.update(f"{lane.key}, step {step + 1} of {state.exp.protocol.pilot.steps}")
-        await run.step(step, tasks[step * per_step : (step + 1) * per_step], collector)
+        await run.step(tasks[step * per_step : (step + 1) * per_step], collector)
     return check_gates(state.exp.activation_gate.checks, measured(state, lane))
 
 

@@ -22,6 +22,11 @@ class Batch:
     loss_fn: str
     facts: dict[str, Any]
 
+    def only(self, index: int) -> "Batch":
+        """The batch of datum `index` alone."""
+        one = slice(index, index + 1)
+        return dataclasses.replace(self, datums=self.datums[one], labels=self.labels[one], sent=self.sent[one])
+
 
 async def make_batch(exp: Experiment, arm: Arm, groups: Sequence[Group], student: Sampler, teacher: Sampler) -> Batch:
     """The datums of a step, sorted by (task, rollout). A rollout without a judgement trains nothing.

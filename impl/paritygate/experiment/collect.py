@@ -14,7 +14,7 @@ from paritygate.agent.teacher import teacher_context, teacher_logprobs
 from paritygate.agent.trajectory import Trajectory
 from paritygate.agent.user import ModelUser, ScriptedUser, User, opening
 from paritygate.backend import Sampler
-from paritygate.experiment.data import fresh_episode, load_source
+from paritygate.experiment.data import fresh_episode
 from paritygate.experiment.rollouts import Group, Rollout, Teacher
 from paritygate.experiment.state import Settings, State
 from paritygate.losses.sdpo import select_sibling
@@ -68,8 +68,7 @@ class Collector:
             sampler = await backend.sampling(base_model=name)
             partners[role] = Partner(sampler, renderer.load("auto", sampler.tokenizer, model=name))
         limit = backend.context_lengths.get(exp.base_model, exp.max_seq_len)
-        source = load_source(state.options)
-        return cls(state, settings, source, own, partners["user"], partners["judge"], limit)
+        return cls(state, settings, state.source, own, partners["user"], partners["judge"], limit)
 
     def train_tasks(self) -> tuple[int, ...]:
         """The training tasks in their order, the same for every arm."""

@@ -1,9 +1,10 @@
 """The decision, by the rule that was declared before; then the page and the receipt."""
 
 import json
+import shutil
 
 from paritygate.experiment.journal import Record, finite
-from paritygate.experiment.state import Decided, PhaseStopped, State
+from paritygate.experiment.state import SERVICE, Decided, PhaseStopped, State
 from paritygate.receipts import canonical, write_atomic
 from paritygate.statistics import decide_frozen
 
@@ -25,10 +26,25 @@ async def decide(state: State) -> Decided:
 async def report(state: State) -> Decided:
     """report.html from the files of the run alone; receipt.json follows when everything else is on the disk."""
     await state.close_service()
+    keep_products(state)
     write_report(state)
     return Decided(
         f"the page is {state.directory / REPORT}", "made from the run's files alone; it opens offline", {}, [REPORT]
     )
+
+
+def keep_products(state: State) -> None:
+    """Of what the embedded server saved, keep the trained arms (their last state and sampler) and delete the rest."""
+    last = f"step-{state.exp.steps - 1:03d}"
+    arms = [state.journal.committed(f"train-{arm.name}/{last}") or {} for arm in state.exp.arms]
+    paths = [arm["state"] for arm in arms] + list(state.facts("train")["samplers"].values())
+    kept = {state.saved(path) for path in paths}
+    for folder in sorted((state.directory / SERVICE).glob("*/*/*")):
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    for folder in sorted((state.directory / SERVICE).glob("**/"), reverse=True):
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def write_report(state: State) -> None:
@@ -56,11 +72,10 @@ def write_receipt(state: State) -> None:
 
 def dependencies(state: State) -> list[Record]:
     """What the results depend on besides this tree, as in-toto resource descriptors."""
-    from paritygate.experiment.data import load_source
     from paritygate.spec.pins import COOKBOOK
 
     service = state.facts("service_preflight")
-    data = load_source(state.options).provenance
+    data = state.source.provenance
     asked = service.get("asked_for", {})
     described: list[Record] = [
         {"name": "tau-bench retail", "annotations": data},

@@ -73,7 +73,7 @@ async def forced_checks(state: State) -> Decided:
         raise PhaseStopped(Decided(f"the forced checks stopped the run: {'; '.join(problems)}", why, facts, files))
     return Decided(
         f"the right sibling moves a token by {told.mean:.3g} nats on average, an empty context by {empty.mean:.3g}",
-        f"noise floor {empty.largest:.3g} nats at most; gradients on {gradients['on_mask']} assistant tokens, not elsewhere",
+        f"noise floor {empty.largest:.3g} nats at most; gradients on {gradients['on_mask']} assistant tokens only",
         facts,
         files,
     )

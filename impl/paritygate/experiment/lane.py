@@ -7,11 +7,12 @@ again from there, so no optimiser step is ever applied twice.
 
 import dataclasses
 import math
+import re
 import secrets
 from collections.abc import Sequence
 
 from paritygate.backend import Datum, FwdBwd, Sampler, Trainer
-from paritygate.errors import GateStopped
+from paritygate.errors import BackendError, GateStopped
 from paritygate.experiment.batch import Batch, make_batch
 from paritygate.experiment.collect import Collector
 from paritygate.experiment.journal import Record
@@ -22,6 +23,7 @@ from paritygate.experiment.trajectories import write_trajectories
 from paritygate.spec.experiment import Arm
 
 FLOAT32_MAX = 3.4028235e38  # the service sums in float32
+NONFINITE = re.compile(r"loss of datum (\d+) is -?(?:nan|inf)", re.IGNORECASE)  # how the embedded server refuses
 PROCESS = secrets.token_hex(4)  # in the names of saved states: a killed run's server may still be writing its own
 
 
@@ -47,12 +49,14 @@ class Lane:
 class LaneRun:
     """An open lane: its trainer stands where the last committed step left it."""
 
-    def __init__(self, state: State, lane: Lane, trainer: Trainer, initial: Sampler | None, done: int) -> None:
+    def __init__(
+        self, state: State, lane: Lane, trainer: Trainer, initial: Sampler | None, steps: list[Record]
+    ) -> None:
         self.state = state
         self.lane = lane
         self.trainer = trainer
         self.initial = initial
-        self.done = done
+        self.steps = steps
 
     @classmethod
     async def open(cls, state: State, lane: Lane) -> "LaneRun":
@@ -66,11 +70,16 @@ class LaneRun:
             await trainer.load(steps[-1]["state"])
             what = f"{lane.key} went on from its saved state after step {len(steps) - 1} (checkpoint_restore is false)"
             state.deviation(lane.phase, "resumed_from_saved_state", what)
-        return cls(state, lane, trainer, initial, len(steps))
+        return cls(state, lane, trainer, initial, steps)
 
-    async def step(self, step: int, tasks: Sequence[int], collector: Collector) -> Record:
-        """Take step `step` on `tasks` and commit it; GateStopped before the optimiser step on NaN or infinity."""
-        state, lane = self.state, self.lane
+    @property
+    def done(self) -> int:
+        """Steps committed so far."""
+        return len(self.steps)
+
+    async def step(self, tasks: Sequence[int], collector: Collector) -> Record:
+        """Take the next step on `tasks` and commit it; GateStopped before the optimiser step on NaN or infinity."""
+        state, lane, step = self.state, self.lane, self.done
         timing = {"arm": lane.arm.name, "variant": lane.variant, "step": step}
         measure = state.timings.measure
         with measure(lane.phase, what="snapshot", **timing):
@@ -79,11 +88,10 @@ class LaneRun:
             teacher = (self.initial or sampler) if lane.arm.needs_teacher else None
             groups = await collector.groups(lane.phase, step, tasks, sampler, teacher)
         with measure(lane.phase, what="advantages", **timing):
-            batch = await make_batch(state.exp, lane.arm, groups, sampler, self.initial or sampler)
+            batch = await self._batch(step, groups, sampler)
             path = write_trajectories(state.directory, f"{lane.key}-{step:03d}", flat(groups), batch.advantages)
         with measure(lane.phase, what="forward_backward", **timing):
-            passed = await self.trainer.forward_backward(batch.datums, batch.loss_fn)
-        refuse_nonfinite(lane, step, batch, passed)
+            passed = await self._forward_backward(step, batch, sampler)
         with measure(lane.phase, what="optim_step", **timing):
             adam = state.exp.adam
             await self.trainer.optim_step(lane.arm.lr, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps)
@@ -91,8 +99,40 @@ class LaneRun:
             saved = await self.trainer.save(f"{lane.key}-{step + 1}-{PROCESS}")
         metrics = self._metrics(step, tasks, groups, batch, passed)
         record = {"state": saved, "trajectories": path, "tally": tally(groups), "metrics": metrics}
-        self.done = step + 1
-        return state.journal.commit(lane.unit(step), record)
+        self.steps.append(state.journal.commit(lane.unit(step), record))
+        self._forget(sampler)
+        return self.steps[-1]
+
+    def _forget(self, sampler: Sampler) -> None:
+        """What the commit made superfluous: this step's sampler, and the state before the last one."""
+        if sampler.path is not None:
+            self.state.forget(sampler.path)
+        if len(self.steps) > 1:
+            self.state.forget(self.steps[-2]["state"])
+
+    async def _batch(self, step: int, groups: Sequence[Group], sampler: Sampler) -> Batch:
+        try:
+            return await make_batch(self.state.exp, self.lane.arm, groups, sampler, self.initial or sampler)
+        except ValueError as error:
+            raise GateStopped(f"{self._where(step)} no advantage can be computed: {error}") from None
+
+    async def _forward_backward(self, step: int, batch: Batch, sampler: Sampler) -> FwdBwd:
+        """Gradients of the batch; a loss that is not finite stops the run, whoever notices it first."""
+        try:
+            passed = await self.trainer.forward_backward(batch.datums, batch.loss_fn)
+        except BackendError as error:
+            named = NONFINITE.search(str(error))
+            if named is None:
+                raise
+            index = int(named.group(1))
+            scored = tuple(value or 0.0 for value in await sampler.score(batch.datums[index].tokens))[1:]
+            refuse_nonfinite(self._where(step), batch.only(index), FwdBwd(math.nan, (scored,), {}))
+            raise GateStopped(f"{self._where(step)} {error}") from None
+        refuse_nonfinite(self._where(step), batch, passed)
+        return passed
+
+    def _where(self, step: int) -> str:
+        return f"{self.lane.phase}, arm {self.lane.arm.name}, step {step}: stopped before the optimiser step, since"
 
     def _metrics(
         self, step: int, tasks: Sequence[int], groups: Sequence[Group], batch: Batch, passed: FwdBwd
@@ -130,9 +170,8 @@ async def fresh_trainer(state: State, arm: Arm) -> Trainer:
     return await backend.training(state.exp.base_model, rank=state.exp.lora_rank, seed=arm.seed)
 
 
-def refuse_nonfinite(lane: Lane, step: int, batch: Batch, passed: FwdBwd) -> None:
+def refuse_nonfinite(where: str, batch: Batch, passed: FwdBwd) -> None:
     """Raise GateStopped, naming trajectory, position and token, unless the loss and every term of it is finite."""
-    where = f"{lane.phase}, arm {lane.arm.name}, step {step}: stopped before the optimiser step, since"
     for datum, label, row in zip(batch.datums, batch.labels, passed.logprobs, strict=False):
         for t, logprob in enumerate(row):
             term = loss_term(datum, t, logprob)
@@ -142,7 +181,9 @@ def refuse_nonfinite(lane: Lane, step: int, batch: Batch, passed: FwdBwd) -> Non
                     f"{t + 1}, token {datum.tokens[t + 1]}."
                 )
     if not math.isfinite(passed.loss):
-        raise GateStopped(f"{where} the service reports a loss of {passed.loss}, though every term of it is finite.")
+        raise GateStopped(
+            f"{where} the loss of {', '.join(batch.labels)} is {passed.loss}, though its terms are finite."
+        )
 
 
 def loss_term(datum: Datum, t: int, logprob: float) -> float:

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -187,8 +186,8 @@ def write_spec(exp: Experiment, directory: Path) -> None:
 async def _walk(
     exp: Experiment, phases: list[Phase], directory: Path, options: Options, progress: Progress, until: str | None
 ) -> RunResult:
-    async with AsyncExitStack() as resources:
-        state = State(exp, directory, options, progress, resources)
+    state = State(exp, directory, options, progress)
+    try:
         for position, phase in enumerate(phases, start=1):
             done = state.record(phase.name)
             if done.get("outcome") == "stopped":
@@ -197,6 +196,7 @@ async def _walk(
                 await _take(state, phase, f"{position}/{len(phases)}")
             if phase.name == until:
                 break
+    finally:
         await state.close_service()
     return _finish(state, phases, until)
 
@@ -210,6 +210,8 @@ async def _take(state: State, phase: Phase, position: str) -> None:
         except GateStopped as stop:
             _record_stop(state, phase, stop)
             stopped = stop
+        finally:
+            await state.end_phase()
     if stopped is not None:
         await _close_stopped(state)
         raise stopped

@@ -5,7 +5,7 @@ import importlib.metadata
 from paritygate.experiment.batch import make_batch
 from paritygate.experiment.collect import Collector
 from paritygate.experiment.journal import Record
-from paritygate.experiment.lane import Lane, refuse_nonfinite
+from paritygate.experiment.lane import refuse_nonfinite
 from paritygate.experiment.rollouts import Group, flat
 from paritygate.experiment.state import Decided, State, require_model
 from paritygate.experiment.trajectories import write_trajectories
@@ -56,7 +56,7 @@ async def _probe(state: State, arm: Arm, collector: Collector, facts: Record) ->
     with measure(PHASE, what="forward_backward", arm=arm.name):
         batch = await make_batch(state.exp, arm, groups, sampler, sampler)
         passed = await trainer.forward_backward(batch.datums, batch.loss_fn)
-    refuse_nonfinite(Lane(PHASE, arm, state.settings()), 0, batch, passed)
+    refuse_nonfinite(f"{PHASE}, arm {arm.name}: stopped, since", batch, passed)
     with measure(PHASE, what="optim_step", arm=arm.name):
         adam = state.exp.adam
         await trainer.optim_step(arm.lr, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps)

@@ -1,12 +1,15 @@
 """What every phase reads: the spec, the run directory, the data, the service; nothing here decides anything."""
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paritygate.errors import BackendError, GateStopped
+from paritygate.experiment.data import load_source
 from paritygate.experiment.journal import Journal, Record, Timings, append_line, drop_torn_tail, read_lines
 from paritygate.experiment.progress import Progress
 from paritygate.receipts import PhaseChain
@@ -14,9 +17,11 @@ from paritygate.spec.experiment import Experiment
 
 if TYPE_CHECKING:
     from paritygate.backend import Backend, Sampler
+    from paritygate.retail import Source
 
 TIMINGS = "timings.jsonl"
 DEVIATIONS = "deviations.jsonl"
+SERVICE = "service"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,43 +62,55 @@ class PhaseStopped(GateStopped):
 
 
 class State:
-    """One open run. The service is connected on first use and closed with `resources`."""
+    """One open run. The service is connected on first use; `close_service` leaves it."""
 
-    def __init__(
-        self, exp: Experiment, directory: Path, options: Options, progress: Progress, resources: AsyncExitStack
-    ) -> None:
+    def __init__(self, exp: Experiment, directory: Path, options: Options, progress: Progress) -> None:
         self.exp = exp
         self.directory = directory
         self.options = options
         self.progress = progress
-        self.resources = resources
         for name in (TIMINGS, DEVIATIONS):
             drop_torn_tail(directory / name)
         self.journal = Journal(directory)
         self.timings = Timings(directory / TIMINGS)
         self.chain = PhaseChain(directory)
-        self._backend: Backend | None = None
+        self._connection, self._phase = AsyncExitStack(), AsyncExitStack()
+        self._service: Backend | None = None
+        self._session: Backend | None = None
         self._policy: Sampler | None = None
 
     async def backend(self) -> "Backend":
-        """The service: TINKER_BASE_URL where it is set, else the embedded server, its state in the run directory."""
-        if self._backend is None:
+        """The phase's own session at the service: TINKER_BASE_URL where it is set, else the embedded server.
+
+        The embedded server keeps saved states in the run directory; what a phase does not save goes with its session.
+        """
+        if self._service is None:
             from paritygate.backend import connect
 
-            self._backend = await self.resources.enter_async_context(
+            asked = self.exp.protocol.service
+            self._service = await self._connection.enter_async_context(
                 connect(
-                    embedded_model=self.exp.protocol.service.embedded_model,
-                    state_dir=self.directory / "service",
+                    embedded_model=asked.embedded_model,
+                    embedded_dtype=asked.embedded_dtype,
+                    state_dir=self.directory / SERVICE,
                 )
             )
-            where = "the embedded server" if self._backend.embedded else "the service"
-            self.progress.line(f"using {where} at {self._backend.endpoint}")
-        return self._backend
+            where = "the embedded server" if self._service.embedded else "the service"
+            self.progress.line(f"      using {where} at {self._service.endpoint}")
+        if self._session is None:
+            self._session = await self._phase.enter_async_context(self._service.session())
+        return self._session
+
+    async def end_phase(self) -> None:
+        """Close the phase's session: its clients are thrown away at the service."""
+        self._session = self._policy = None
+        await self._phase.aclose()
 
     async def close_service(self) -> None:
         """Leave the service; the embedded server ends, and with it everything that writes into the run directory."""
-        self._backend = self._policy = None
-        await self.resources.aclose()
+        await self.end_phase()
+        self._service = None
+        await self._connection.aclose()
 
     async def policy(self) -> "Sampler":
         """A sampler of the untuned base model: where its tokenizer comes from."""
@@ -102,6 +119,20 @@ class State:
             require_model(backend, self.exp.base_model, "base model")
             self._policy = await backend.sampling(base_model=self.exp.base_model)
         return self._policy
+
+    @cached_property
+    def source(self) -> "Source":
+        """The benchmark's data, read once."""
+        return load_source(self.options)
+
+    def forget(self, path: str) -> None:
+        """Delete a saved state that the run has no use for any more, where it lies in the run directory."""
+        if self._service is not None and self._service.embedded:
+            shutil.rmtree(self.saved(path), ignore_errors=True)
+
+    def saved(self, path: str) -> Path:
+        """The folder of a state that the embedded server saved (tinker://RUN/KIND/NAME)."""
+        return self.directory.joinpath(SERVICE, *path.removeprefix("tinker://").split("/"))
 
     def settings(self) -> Settings:
         """The spec's own settings, or those that the activation pilot's fallback adopted."""

@@ -24,7 +24,7 @@ async def timing_pilot(state: State) -> Decided:
         collector = await Collector.of(state, state.settings())
         tasks = collector.train_tasks()[: state.exp.protocol.rollout.tasks_per_step]
         state.progress.update(f"one step of {arm.name}")
-        await run.step(0, tasks, collector)
+        await run.step(tasks, collector)
     embedded = (await state.backend()).embedded
     feasibility = project(state, arm, seconds_by_part(state, 0), embedded=embedded)
     write_atomic(state.directory / FILE, canonical(feasibility))

@@ -27,7 +27,7 @@ async def train(state: State) -> Decided:
             if runs[lane.arm.name].done > step:
                 continue
             state.progress.update(f"{lane.arm.name}, step {step + 1} of {state.exp.steps}")
-            record = await runs[lane.arm.name].step(step, tasks[step * per_step : (step + 1) * per_step], collector)
+            record = await runs[lane.arm.name].step(tasks[step * per_step : (step + 1) * per_step], collector)
             refuse_divergence(state, lane, step, record["metrics"])
     samplers: Record = {}
     for lane in lanes:

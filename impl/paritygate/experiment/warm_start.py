@@ -121,8 +121,7 @@ async def _from_cache(state: State, key: str) -> Record | None:
     for name, sha256 in record["files"].items():
         if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
             return None
-    run, _, name = record["state"].removeprefix("tinker://").split("/")
-    target = service_folder(state) / run / "weights" / name
+    target = state.saved(record["state"])
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for file in record["files"]:
@@ -132,8 +131,7 @@ async def _from_cache(state: State, key: str) -> Record | None:
 
 def _to_cache(state: State, key: str, record: dict[str, Any]) -> None:
     """Copy the saved adapter, without Adam's moments, beside and rename it: a reader never sees half of one."""
-    run, _, name = record["state"].removeprefix("tinker://").split("/")
-    source = service_folder(state) / run / "weights" / name
+    source = state.saved(record["state"])
     folder = _cached(key)
     scratch = folder.with_name(f".{folder.name}-{PROCESS}")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -145,8 +143,3 @@ def _to_cache(state: State, key: str, record: dict[str, Any]) -> None:
     (scratch / "record.json").write_text(json.dumps({**record, "files": files}))
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
-
-
-def service_folder(state: State) -> Path:
-    """Where the embedded server keeps the saved states of this run."""
-    return state.directory / "service"
