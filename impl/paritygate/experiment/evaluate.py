@@ -64,8 +64,11 @@ async def evaluate_arm(state: State, arm: Arm, sampler: Sampler, collector: Coll
         return item
 
     with state.timings.measure(PHASE, what="episodes", arm=arm.name):
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(task, rollout)) for task, rollout in jobs]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(task, rollout)) for task, rollout in jobs]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # the rest were cancelled; one sentence, one exit code
     return [task.result() for task in tasks]
 
 
