@@ -123,12 +123,15 @@ def spod_cases(draw: st.DrawFn, dtype: str, regime: str, vocabularies: tuple[int
         "floor_weight": draw(st.sampled_from([1.0, 0.3, 2.0, 0.0])),
     }
     case = SpodCase(dtype, regime, student, teacher, actions, action_index, episode_index, np.ones(0, bool), options)
-    case.success = draw_success(rng, case, tied)
+    case.success = settled(case, rng.random(len(lengths)) < 0.7)
     return case
 
 
-def draw_success(rng: np.random.Generator, case: SpodCase, tied: np.ndarray) -> np.ndarray:
-    """Successes, but none for an episode with an action so near the gate or the floor that rounding decides."""
+def settled(case: SpodCase, success: np.ndarray | None = None) -> np.ndarray:
+    """`success`, but none for an episode with an action so near the gate or the floor that rounding decides."""
+    success = case.success if success is None else success
+    same = (case.student == case.teacher).all(-1)
+    tied = np.bincount(case.action_index, weights=~same) == 0
     rows = np.arange(len(case.actions))
     l_p, l_q = (
         np.bincount(case.action_index, weights=log_softmax(logits)[rows, case.actions])
@@ -138,7 +141,7 @@ def draw_success(rng: np.random.Generator, case: SpodCase, tied: np.ndarray) -> 
         gate_near = ~tied & ~(np.abs(l_p - l_q) > GATE_MARGIN * np.maximum(1.0, np.minimum(np.abs(l_p), 1e3) / 30))
     floor_near = np.abs(l_p - np.log(case.options["tau0"])) < 1e-5
     near = np.bincount(case.episode_index, weights=gate_near | floor_near) > 0
-    return (rng.random(len(near)) < 0.7) & ~near
+    return success & ~near
 
 
 @dataclass

@@ -43,6 +43,8 @@ def test_value_and_gradient(losses: Any, device: str, dtype: str) -> None:
         compare("policy_gradient/value", loss, expected, dtype=dtype)
         slopes = [reference.importance_sampling_grad(*row) for row in rows]
         compare("policy_gradient/gradient", torch.autograd.grad(loss, logprobs)[0], slopes, dtype=dtype)
+        closed = losses.policy_gradient.importance_sampling_grad(logprobs, sampler, weight)
+        compare("policy_gradient/gradient", closed, slopes, dtype=dtype, where="closed form")
 
     holds()
 

@@ -102,6 +102,48 @@ def test_select_sibling(losses: Any) -> None:
     holds()
 
 
+def refuses(advantage: Any, *rows: Any) -> bool:
+    """Whether it raises ValueError."""
+    try:
+        advantage(*rows)
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.obligation("sdpo/refusal")
+def test_what_is_no_logprob_is_refused_where_it_is_read_and_ignored_elsewhere(losses: Any, device: str) -> None:
+    """The leading None of a service's log-probabilities among them: it is not 0.0."""
+    for name in ("token_advantage", "sequence_advantage"):
+        for value, who, read in itertools.product((None, np.nan, np.inf, -np.inf), (0, 1), (0, 1)):
+            rows: list[list[Any]] = [[-1.0, -2.0], [-1.5, -1.0]]
+            rows[who][0] = value
+            expected = refuses(getattr(reference, name), *rows, [read, 1])
+            given_as = [[tensor([np.nan if v is None else v for v in row], "float64", device) for row in rows], rows]
+            if device != "cpu":
+                given_as.pop()  # lists live on the CPU
+            for pair in given_as:
+                actual = refuses(getattr(losses.sdpo, name), *pair, torch.tensor([read, 1], device=pair_device(pair)))
+                where = f"{name}, {value} as {('teacher', 'student')[who]}, mask {read}"
+                compare("sdpo/refusal", actual, expected, dtype="float64", where=where)
+
+
+def pair_device(pair: Any) -> str:
+    """Where a pair of rows lives."""
+    return str(pair[0].device) if isinstance(pair[0], torch.Tensor) else "cpu"
+
+
+@pytest.mark.obligation("sdpo/empty")
+def test_a_fully_masked_sum_is_zero_and_attached(losses: Any, device: str) -> None:
+    for dtype, shape in itertools.product(DTYPES, [(1, 1, 2), (2, 3, 5)]):
+        student = tensor(np.full(shape, np.nan), dtype, device).requires_grad_()
+        mask = torch.zeros(shape[:2], device=device)
+        loss = losses.sdpo.logit_loss(student, student.detach(), mask, aggregation="token_sum")
+        compare("sdpo/empty", loss, 0.0, dtype=dtype)
+        assert loss.requires_grad, "the zero of an empty batch is detached: backward would fail"
+        compare("sdpo/empty", torch.autograd.grad(loss, student)[0], np.zeros(shape), dtype=dtype, where="gradient")
+
+
 def outcome(loss: Any, arguments: dict[str, Any]) -> Any:
     """The loss, or None where the teacher has nothing among the student's top k, which every side has to refuse."""
     try:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 import oracle
-from cases import DTYPES, REGIMES, SpodCase, spod_cases, tensor
+from cases import DTYPES, REGIMES, SpodCase, settled, spod_cases, tensor
 from ledger import compare
 from paritygate_reference import spod as reference
 
@@ -127,6 +127,35 @@ def test_padded(losses: Any, device: str, dtype: str, regime: str) -> None:
         compare("spod/padded", gradient.cpu()[torch.tensor(mask == 1)], slopes, **about)
         outside = gradient.cpu()[torch.tensor(mask == 0)]
         assert torch.equal(outside, torch.zeros_like(outside)), "a gradient where nothing is"
+
+    holds()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.obligation("spod/fused")
+def test_fused_with_the_head(losses: Any, device: str, dtype: str) -> None:
+    """Hidden states and heads of halves and quarters, so that the logits are exact in every dtype."""
+
+    @settings(max_examples=30)
+    @given(spod_cases(dtype, "ordinary", vocabularies=(2, 7, 33)))
+    def holds(case: SpodCase) -> None:
+        rng = np.random.default_rng(case.student.size)
+        rows, vocabulary = case.student.shape
+        hidden = [rng.integers(-2, 3, size=(rows, 4)) / 2 for _ in range(2)]
+        head = [rng.integers(-4, 5, size=(vocabulary, 4)) / 2 for _ in range(2)]
+        case.student, case.teacher = (h @ w.T for h, w in zip(hidden, head, strict=True))
+        case.success = settled(case)
+        expected, gates, slopes = expected_of(case)
+        leaves = [tensor(x, dtype, device).requires_grad_() for x in (hidden[0], head[0])]
+        arguments = {k: v for k, v in case.arguments(device).items() if not k.endswith("_logits")}
+        result = losses.spod.fused_linear_success_preserving_loss(
+            *leaves, tensor(hidden[1], dtype, device), tensor(head[1], dtype, device), **arguments
+        )
+        compare("spod/fused", result.gate, gates, dtype=dtype, where="gate")
+        compare("spod/fused", result.loss, expected.loss, dtype=dtype, where="loss")
+        gradients = torch.autograd.grad(result.loss, leaves)
+        compare("spod/fused", gradients[0], slopes @ head[0], dtype=dtype, where="hidden")
+        compare("spod/fused", gradients[1], slopes.T @ hidden[0], dtype=dtype, where="head")
 
     holds()
 
