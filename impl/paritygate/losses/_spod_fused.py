@@ -151,7 +151,7 @@ class Fused:
         return self.tiles[1][: rows.stop - rows.start]
 
     def teacher_until_decided(self, span: Span, p: Tensor, q: Tensor) -> Tensor | None:
-        """Teacher logits into `q`: half the tokens of each action that may be protected, then of the undecided the rest.
+        """Teacher logits into `q`: half of each action that may be protected, then the rest of those undecided.
 
         Every log q_j <= 0, so once a partial sum is below the student's whole the action is protected. Returns the mask
         (n,) of rows not computed (a copy of the student's stands there), or None where no gate may open: nothing done.

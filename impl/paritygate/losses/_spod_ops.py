@@ -1,7 +1,11 @@
-"""What SPOD asks of rows of logits, by the fastest means there is: compiled C++, or torch in float64 blocks.
+"""What SPOD asks of rows of logits, by the fastest means there is: compiled C++, Triton, or torch in float64 blocks.
 
 Each is one opaque operator to torch.compile. What is known of a row are the `COLUMNS` of its statistics, float64.
 """
+
+import functools
+import importlib.util
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -12,11 +16,26 @@ from .kernels import cpu
 from .kernels.cpu import COLUMNS
 
 
+def engine(student: Tensor, teacher: Tensor) -> ModuleType | None:
+    """The module whose kernels take these (N, V) logits, or None: torch does."""
+    if student.is_cuda and has_triton():
+        from .kernels import triton_rows
+
+        return triton_rows if triton_rows.serves(student, teacher) else None
+    return cpu if cpu.serves(student, teacher) else None
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; CUDA builds of torch bring it."""
+    return importlib.util.find_spec("triton") is not None
+
+
 @torch.library.custom_op("paritygate::spod_statistics", mutates_args=())
 def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
     """The statistics of each row, (N, 9) float64, of (N, V) logits and (N,) int64 actions."""
-    if cpu.serves(student, teacher):
-        return cpu.statistics(student, teacher, actions)
+    if fast := engine(student, teacher):
+        return fast.statistics(student, teacher, actions)
     result = torch.zeros(student.shape[0], len(COLUMNS), dtype=torch.float64, device=student.device)
     measured = (*plain.statistics(student, teacher, actions), student.amax(-1), teacher.amax(-1))
     names = ("kl", "student_logprob", "teacher_logprob", "student_maximum", "teacher_maximum")
@@ -47,9 +66,9 @@ def gradient_(
     out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, rows: Tensor, weights: plain.Weights
 ) -> None:
     """`gradient` written to `out`, which may be `student`."""
-    if cpu.serves(student, teacher):
+    if fast := engine(student, teacher):
         coefficients = torch.stack([weights.kl + weights.floor, weights.kl, weights.floor], dim=1)
-        cpu.gradient_(out, student, teacher, actions, rows, coefficients)
+        fast.gradient_(out, student, teacher, actions, rows, coefficients)
     else:
         plain.gradient_into(out, student, teacher, actions, weights)
 
@@ -69,7 +88,7 @@ def statistics_and_gradient_(
 
     `tokens`, `success`, `weights` (A,): of each action its length, whether its episode succeeded, and 1 / (n S E).
     """
-    if not cpu.serves(student, teacher):
+    if engine(student, teacher) is not cpu:
         return None
     return cpu.statistics_and_gradient_(out, student, teacher, actions, tokens, success, weights, tau0, floor_weight)
 

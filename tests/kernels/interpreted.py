@@ -1,0 +1,87 @@
+"""The Triton rows by Triton's interpreter against the reference; test_triton.py runs this under TRITON_INTERPRET=1."""
+
+import pytest
+import torch
+from kernel_batches import batch
+from test_rows import holds
+
+from paritygate.losses import _spod_ops, spod
+from paritygate.losses.kernels import triton_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # both sides of a `where` are computed
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # bfloat16 stores truncate there
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPOD by the interpreted rows, on CPU tensors, in blocks small enough to need several."""
+    monkeypatch.setattr(triton_rows, "BLOCK", dict.fromkeys(triton_rows.BLOCK, 128))
+    monkeypatch.setattr(_spod_ops, "engine", lambda *_: triton_rows)
+
+
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [1, 128, 259])
+@pytest.mark.parametrize("noise", [1e-3, 2.0])
+def test_any_vocabulary(vocabulary: int, noise: float, dtype: torch.dtype) -> None:
+    data = batch([[1, 2], [1]], vocabulary, dtype, noise=noise)
+    holds(data, *spod.success_preserving_loss_and_grad(**data))
+
+
+@DTYPES
+@pytest.mark.parametrize("sure", [3.0, 30.0])
+def test_ragged_actions_every_branch_in_place(dtype: torch.dtype, sure: float) -> None:
+    data = batch([[1, 3], [9], [2, 1], [2]], 150, dtype, sure=sure)
+    result, gradient = spod.success_preserving_loss_and_grad(**data, tau0=0.4, floor_weight=0.7)
+    holds(data, result, gradient, tau0=0.4, floor_weight=0.7)
+    own = data["student_logits"].clone()
+    spod.success_preserving_loss_and_grad(**{**data, "student_logits": own}, out=own, tau0=0.4, floor_weight=0.7)
+    assert torch.equal(own, gradient)
+    leaf = data["student_logits"].clone().requires_grad_()
+    spod.success_preserving_loss(**{**data, "student_logits": leaf}, tau0=0.4, floor_weight=0.7).loss.backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, gradient)
+
+
+@DTYPES
+def test_the_numerics_table(dtype: torch.dtype) -> None:
+    top = 65504.0
+    data = batch([[2, 1], [3], [2]], 140, dtype)
+    for side, sign in (("student_logits", 1.0), ("teacher_logits", -1.0)):
+        data[side][:, ::7] = sign * top
+        data[side][:, 1::7] = -sign * top
+    holds(data, *spod.success_preserving_loss_and_grad(**data))
+
+    data = batch([[2, 2], [3], [2]], 140, dtype)
+    data["actions"].clamp_(max=40)
+    for side in ("student_logits", "teacher_logits"):
+        data[side][:, 130:] = -torch.inf
+    data["teacher_logits"][:, 50:60] = -torch.inf
+    result, gradient = spod.success_preserving_loss_and_grad(**data)
+    holds(data, result, gradient)
+    assert (gradient[:, 130:] == 0).all()
+    data["success"][:] = False
+    data["student_logits"][1, 45] = -torch.inf
+    result, gradient = spod.success_preserving_loss_and_grad(**data)
+    assert float(result.loss) == torch.inf
+    assert torch.isfinite(gradient).all()
+
+    data["teacher_logits"] = data["student_logits"].clone()
+    data["success"][:] = True
+    result, gradient = spod.success_preserving_loss_and_grad(**data)
+    assert not result.gate.any()
+    assert float(result.loss) == 0
+    assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(torch.nan, "holds NaN"), (torch.inf, r"holds \+inf"), (None, "is all -inf")]
+)
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_a_bad_row_is_named(value: float | None, words: str, side: str) -> None:
+    data = batch([[2, 2], [3]], 140, torch.float32)
+    if value is None:
+        data[f"{side}_logits"][4] = -torch.inf
+    else:
+        data[f"{side}_logits"][4, 135] = value
+    with pytest.raises(ValueError, match=f"{side}_logits row 4 {words}"):
+        spod.success_preserving_loss(**data)

@@ -1,0 +1,77 @@
+"""The Triton rows without a GPU: interpreted against the reference, compiled ahead of time for three generations."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from counts import SOAK
+from paritygate.losses.kernels import cpu
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+SOURCE = Path(cpu.__file__).with_name("triton_rows.py")
+
+
+def test_interpreted_against_the_reference() -> None:
+    """Triton decides at its import whether to interpret, so this is a process of its own."""
+    file = Path(__file__).with_name("interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        capture_output=True, text=True, timeout=600, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed
+    assert int(passed[1]) >= 24, done.stdout[-500:]
+
+
+COMPILE = """
+import os, sys, tempfile, subprocess, json
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+sys.path.insert(0, sys.argv[1])
+import triton.backends.nvidia as nvidia
+from triton import compile as compile_for
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from paritygate.losses.kernels import triton_rows
+
+LOGITS = {"p_ptr", "q_ptr", "out_ptr"}
+def kind(name, kernel, dtype):
+    if name in LOGITS and not (kernel == "statistics_kernel" and name == "out_ptr"):
+        return "*" + dtype
+    return {"a_ptr": "*i64", "WIDE": "constexpr"}.get(name, "*fp64" if name.endswith("_ptr") else "i32")
+
+for capability in json.loads(sys.argv[2]):
+    for dtype in json.loads(sys.argv[3]):
+        for name in ("statistics_kernel", "gradient_kernel"):
+            kernel = getattr(triton_rows, name)
+            signature = {x: kind(x, name, dtype) for x in kernel.arg_names}
+            source = ASTSource(kernel, signature, constexprs={"WIDE": triton_rows.BLOCK[name]})
+            made = compile_for(source, target=GPUTarget("cuda", capability, 32), options=triton_rows.OPTIONS)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(made.asm["cubin"]), file.flush()
+                tool = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
+                usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+            print(capability, dtype, name, usage.stdout.replace(chr(10), " "))
+"""
+
+
+def test_compiles_for_ampere_hopper_and_blackwell_without_spills() -> None:
+    """Cubins by the ptxas that comes with Triton; registers are what bounds the warps of a core. No GPU is asked."""
+    dtypes = ["fp32", "bf16", "fp16"] if SOAK else ["bf16"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(SOURCE.parents[3]), "[80, 90, 100]", str(dtypes).replace("'", '"')],
+        capture_output=True, text=True, timeout=600, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 * 2 * len(dtypes)
+    for line in lines:
+        print(line)
+        registers, stack, local = (int(re.search(rf"{x}:(\d+)", line)[1]) for x in ("REG", "STACK", "LOCAL"))
+        assert registers <= 128, line
+        assert stack == local == 0, line
