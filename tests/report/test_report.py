@@ -158,7 +158,7 @@ def test_a_run_that_is_not_finished_says_so(tmp_path: Path):
 
 def test_without_a_vocabulary_token_ids_stand_for_texts(tmp_path: Path):
     for transcript in transcripts(read_run(make(tmp_path / "run"))):
-        assert all(re.fullmatch(r"\[\d+\]", token.text) for token in transcript.tokens)
+        assert all(re.fullmatch(r"(\[\d+\])+", token.text) for token in transcript.tokens)
 
 
 def test_an_episode_that_left_its_group_is_not_shown(tmp_path: Path):

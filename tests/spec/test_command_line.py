@@ -157,6 +157,8 @@ PLAN = (
     "320 x sdpo_token: teacher scorings",
     "(openai/gpt-oss-120b)",
     "(Qwen/Qwen3-8B)",
+    "http://127.0.0.1:9 (TINKER_BASE_URL; not asked for this plan)",
+    "parity is shown again in a clean worktree",
     "gate: judge_parse_success_rate >= 0.95",
 )
 

@@ -1,6 +1,7 @@
 """`--check`: the whole plan of an experiment from its spec and the benchmark's data; no service, no GPU, no refusal."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,8 +224,16 @@ def _overview(exp: Experiment, device: str) -> tuple[str, ...]:
         f"arms: {arms}; decided: {exp.comparison.treatment} against {exp.comparison.baseline}",
         f"{exp.steps} steps an arm x {protocol.rollout.tasks_per_step} tasks x {protocol.rollout.rollouts_per_task} "
         f"rollouts; evaluation: {exp.eval.n_examples} {protocol.evaluation.split} tasks, greedy",
+        f"service: {_service(exp)}",
         f"losses run on {device}; budget: {exp.budget.gpu_hours:g} GPU hours, {exp.budget.max_wall_minutes:g} minutes",
     )
+
+
+def _service(exp: Experiment) -> str:
+    address, embedded = os.environ.get("TINKER_BASE_URL"), exp.protocol.service.embedded_model
+    if address:
+        return f"{address} (TINKER_BASE_URL; not asked for this plan)"
+    return f"the embedded server with {embedded}" if embedded else "set TINKER_BASE_URL; no embedded model stands in"
 
 
 SAYS = {
@@ -263,6 +272,8 @@ def _asked(exp: Experiment) -> tuple[str, ...]:
 
 def _conditions(exp: Experiment) -> tuple[str, ...]:
     lines = ["a green parity receipt for exactly this tree, for the losses " + ", ".join(exp.losses)]
+    if os.environ.get("TINKER_BASE_URL") or exp.protocol.service.embedded_model is None:
+        lines.append("a full run: parity is shown again in a clean worktree (or --trust-receipt with a signed receipt)")
     if exp.unresolved:
         lines.insert(0, f"UNRESOLVED: no revision is pinned at {', '.join(exp.unresolved)}; a full run is refused")
     return tuple(lines)

@@ -1,6 +1,7 @@
 """Transcripts token by token: which ones the page shows, and how strongly each token was pushed."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def _transcript(arm: str, step: int, row: Record, texts: Record) -> Transcript:
     values = [_finite(value) for value in advantages]
     largest = max((abs(value) for value in values), default=0.0)
     teacher = (row.get("teacher") or {}).get("logprobs") or [None] * len(row["tokens"])
-    tokens = tuple(
+    tokens = (
         _token(
             texts.get(str(row["tokens"][t]), f"[{row['tokens'][t]}]"),
             bool(row["mask"][t]),
@@ -91,9 +92,18 @@ def _transcript(arm: str, step: int, row: Record, texts: Record) -> Transcript:
         title=f"{arm}, step {step}, {row['split']} task {row['task_index']}, rollout {row['rollout']}",
         scores=scores,
         rationale=tuple((str(key), str(value)) for key, value in rationale.items()),
-        tokens=tokens,
+        tokens=tuple(_merged(tokens)),
         largest=largest,
     )
+
+
+def _merged(tokens: Iterable[Token]) -> Iterator[Token]:
+    """Neighbours that the agent did not sample as one, which makes the page of a long episode small."""
+    for sampled, group in itertools.groupby(tokens, key=lambda token: token.sampled):
+        if sampled:
+            yield from group
+        else:
+            yield Token("".join(token.text for token in group), False, None, "")
 
 
 def _finite(value: object) -> float:
