@@ -1,8 +1,10 @@
 """The command's part: input before receipts, one new file, and an artifact that a reader can recompute."""
 
+import errno
 import hashlib
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -186,3 +188,13 @@ def test_the_shipped_spec_is_the_recipe_with_every_default_written_out(spec: Syn
     bare = load(path)
     assert {**bare.frozen, "title": ""} == {**spec.frozen, "title": ""}
     assert (spec.updates, spec.seeds) == (3, (42, 43, 44))
+
+
+@pytest.mark.usefixtures("green")
+def test_a_full_disk_is_one_sentence(small: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes, *, exclusive: bool) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(component, "write_atomic", full)
+    with pytest.raises(BadInputError, match=r"spod\.json cannot be written: No space left on device\."):
+        component.run(small, root=ROOT, output=tmp_path / "spod.json", quiet=True)
