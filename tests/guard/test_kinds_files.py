@@ -209,6 +209,16 @@ def test_a_listed_file_deleted(tree: Tree) -> None:
     tree.refused("constraints.txt is missing: parity is shown for it")
 
 
+def test_names_that_no_receipt_can_hold_and_files_that_cannot_be_read(tree: Tree) -> None:
+    odd = os.fsencode(tree.root / "impl") + b"/\xff.py"
+    with open(odd, "w"):
+        pass
+    tree.refused("'impl/\\udcff.py' cannot be read")
+    os.unlink(odd)
+    os.mkfifo(tree.root / "tests" / "pipe")
+    tree.refused("tests/pipe is not a plain file")
+
+
 # 5 ---------------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ import pytest
 from _pytest.assertion import rewrite
 from small_tree import Tree
 
+from counts import SOAK
+
 
 def not_green(tree: Tree, output: str, *sentences: str) -> None:
     """No receipt came of the session, its output says why, and a run is refused."""
@@ -27,7 +29,7 @@ def plugin(folder: Path, text: str) -> dict[str, str]:
 
 
 def test_the_session_is_green_without_an_attack(bare: Tree) -> None:
-    output = bare.parity()
+    output = bare.parity(PYTEST_DISABLE_PLUGIN_AUTOLOAD="")
     (receipt,) = bare.receipts()
     assert f"parity: green, 4 obligations; receipts/{receipt.name}" in output
     bare.accepted()
@@ -142,7 +144,7 @@ def test_python_optimised(bare: Tree, tree: Tree) -> None:
 
 
 def test_a_plugin_with_too_few_examples(bare: Tree, tmp_path: Path) -> None:
-    text = "import hypothesis\nhypothesis.settings.max_examples = property(lambda self: 3)\n"
+    text = 'import hypothesis\ntype.__setattr__(hypothesis.settings, "max_examples", property(lambda self: 3))\n'
     output = bare.parity("-p", "attack", **plugin(tmp_path / "attack", text))
     not_green(bare, output, "toy/value has 3 of the 20 comparisons that count")
 
@@ -269,10 +271,12 @@ def test_the_tree_goes_first_on_the_path(tree: Tree, tmp_path: Path) -> None:
 # 15 --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", "2"] if SOAK else ["1"])
 def test_xdist_without_merging(bare: Tree, workers: str) -> None:
-    not_green(bare, bare.parity("-n", workers), "spread over workers, whose comparisons are not merged")
+    not_green(bare, bare.parity("-p", "xdist", "-n", workers), "spread over workers, whose comparisons are not merged")
 
+
+RERUNS = ("-p", "pytest_rerunfailures", "--reruns", "2")
 
 FAILS_ONCE = """
 
@@ -288,13 +292,13 @@ def test_once():
 def test_a_rerun_plugin(bare: Tree) -> None:
     with (bare.root / "tests/parity/test_toy.py").open("a") as file:
         file.write(FAILS_ONCE)
-    output = bare.parity("--reruns", "2")
+    output = bare.parity(*RERUNS)
     assert "11 passed, 1 rerun" in output
     not_green(bare, output, "test_once was run 2 times: a rerun is no proof")
 
 
 def test_a_rerun_plugin_that_had_nothing_to_do(bare: Tree) -> None:
-    not_green(bare, bare.parity("--reruns", "2"), "failing tests would have been run again")
+    not_green(bare, bare.parity(*RERUNS), "failing tests would have been run again")
 
 
 def test_a_flaky_plugin(bare: Tree, tmp_path: Path) -> None:
@@ -302,6 +306,7 @@ def test_a_flaky_plugin(bare: Tree, tmp_path: Path) -> None:
         file.write(FAILS_ONCE)
     text = """
 import pytest
+from counts import SOAK
 from _pytest.runner import runtestprotocol
 
 @pytest.hookimpl(tryfirst=True)

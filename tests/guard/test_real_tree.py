@@ -99,7 +99,7 @@ def test_9_python_optimised(real: Tree) -> None:
 
 @full
 def test_10_a_plugin_with_too_few_examples(real: Tree, tmp_path: Path) -> None:
-    text = "import hypothesis\nhypothesis.settings.max_examples = property(lambda self: 1)\n"
+    text = 'import hypothesis\ntype.__setattr__(hypothesis.settings, "max_examples", property(lambda self: 1))\n'
     output = real.python("-m", "pytest", NARROW, "-p", "attack", **plugin(tmp_path / "attack", text)).stdout
     not_green(real, output, "averaging/value has ")
 

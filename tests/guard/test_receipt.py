@@ -54,7 +54,7 @@ def test_it_says_what_was_shown_and_with_what(tree_template: Tree) -> None:
 
 
 def test_a_seed_is_recorded(bare: Tree) -> None:
-    bare.parity("--hypothesis-seed", "7")
+    bare.parity("-p", "_hypothesis_pytestplugin", "--hypothesis-seed", "7")
     receipt = read_parity_receipt(bare.receipts()[0])
     hypothesis = receipt.part("hypothesis")
     assert (hypothesis["derandomized"], hypothesis["seed"]) == (False, "7")

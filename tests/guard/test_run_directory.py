@@ -11,10 +11,11 @@ from google.protobuf import json_format
 from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
 from run_directory import LOSSES, build_run, new_chain, recount
 from small_tree import Tree
+from test_receipt import validate_statement
 
 from counts import soak
 from paritygate.errors import Refused
-from paritygate.receipts import PhaseChain, canonical, verify_run, write_atomic
+from paritygate.receipts import PhaseChain, canonical, require_parity, verify_run, write_atomic
 from verify import verdict
 
 
@@ -54,7 +55,9 @@ def test_a_finished_run_verifies_at_another_place(tree_template: Tree, run_dir: 
 
 
 def test_the_receipt_is_slsa_provenance(run_dir: Path) -> None:
-    predicate = json.loads((run_dir / "receipt.json").read_bytes())["predicate"]
+    statement = json.loads((run_dir / "receipt.json").read_bytes())
+    validate_statement(statement)
+    predicate = statement["predicate"]
     message = json_format.ParseDict(predicate, provenance_pb2.Provenance())
     assert message.build_definition.build_type == "urn:paritygate:run:v1"
     assert message.build_definition.resolved_dependencies[0].name == "parity receipt"
@@ -193,6 +196,17 @@ def test_another_tree(tree: Tree, run_dir: Path) -> None:
     check(tree, run_dir)
     tree.edit("impl/paritygate/losses/toy.py", '"""A toy loss', '"""The toy loss')
     refused(tree, run_dir, "impl/paritygate/losses/toy.py was edited since parity was shown for the run")
+
+
+def test_a_run_is_ended_by_the_code_that_began_it(tree: Tree, run_dir: Path) -> None:
+    require_parity(tree.root, LOSSES, "cpu", resumed=run_dir)
+    tree.edit("impl/paritygate/losses/toy.py", '"""A toy loss', '"""The toy loss')
+    for path in tree.receipts():
+        path.unlink()
+    assert "parity: green" in tree.parity()
+    require_parity(tree.root, LOSSES, "cpu")
+    with pytest.raises(Refused, match=r"toy.py was edited since the run in .* was begun"):
+        require_parity(tree.root, LOSSES, "cpu", resumed=run_dir)
 
 
 def test_a_spec_that_stands_on_other_losses(tree_template: Tree, run_dir: Path) -> None:

@@ -114,11 +114,14 @@ def read_parity_receipt(path: Path) -> ParityReceipt:
     return ParityReceipt(path, sha256, statement)
 
 
-def require_parity(root: Path | str, losses: Iterable[str], device: str) -> ParityReceipt:
+def require_parity(
+    root: Path | str, losses: Iterable[str], device: str, *, resumed: Path | str | None = None
+) -> ParityReceipt:
     """A receipt in receipts/ that shows `losses` for exactly this tree, these versions and this `device`.
 
-    Raises Refused with the reason for which the closest receipt does not hold. Files that are no subject (caches,
-    runs/, data/, receipts/ itself) do not matter, nor does git: only the bytes of the subjects do.
+    Raises Refused with the reason for which the closest receipt does not hold, and, for the run directory `resumed`,
+    when the run was begun by other code. Files that are no subject (caches, runs/, data/, receipts/ itself) do not
+    matter, nor does git: only the bytes of the subjects do.
     """
     root = Path(root).resolve()
     files = subjects(root)
@@ -127,6 +130,8 @@ def require_parity(root: Path | str, losses: Iterable[str], device: str) -> Pari
     candidates = sorted((root / "receipts").glob("parity-*.json"))
     if not candidates:
         raise Refused(f"no parity receipt in {root / 'receipts'}: {HOW}.")
+    if resumed is not None:
+        refuse_other_tree(Path(resumed), files)
     closest = (-1, "")
     for path in candidates:
         try:
@@ -139,6 +144,13 @@ def require_parity(root: Path | str, losses: Iterable[str], device: str) -> Pari
             return receipt
         closest = max(closest, verdict)
     raise Refused(closest[1])
+
+
+def refuse_other_tree(run_dir: Path, files: Mapping[str, str]) -> None:
+    """Raise Refused when the run in `run_dir` was begun with other bytes than `files`: its receipts would not hold."""
+    for path in sorted(run_dir.glob("parity-*.json")):
+        if change := difference(read_parity_receipt(path).subjects, files):
+            raise Refused(f"{change} since the run in {run_dir} was begun: the code that began a run has to end it.")
 
 
 def misfit(

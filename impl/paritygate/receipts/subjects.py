@@ -41,9 +41,13 @@ def digest_of(root: Path, name: str) -> str:
             break
         if part.is_symlink():
             raise Refused(f"{part.relative_to(root)} is a symbolic link: parity is bound to the bytes of plain files.")
-    if not path.is_file():
-        raise Refused(f"{name} is not a plain file: parity is bound to the bytes of plain files.")
-    return sha256_file(path)
+    try:
+        name.encode()
+        if path.is_file():
+            return sha256_file(path)
+    except (OSError, UnicodeEncodeError) as error:
+        raise Refused(f"{name!a} cannot be read ({error}): parity is shown for it.") from error
+    raise Refused(f"{name} is not a plain file: parity is bound to the bytes of plain files.")
 
 
 def walk(root: Path, folder: str) -> Iterator[str]:
