@@ -98,7 +98,7 @@ def run(
     directory = choose_directory(exp, root, output, resume=resume)
     refuse_unresolved(exp)
     options = Options(root, device, Path(tau_bench) if tau_bench else None, trust_receipt, environment)
-    check_inputs(exp, options)
+    check_inputs(exp, options, directory)
     make_directory(directory)
     progress = Progress(quiet=quiet or json)
     with lock_run(directory):
@@ -129,13 +129,13 @@ def refuse_unresolved(exp: Experiment) -> None:
         )
 
 
-def check_inputs(exp: Experiment, options: Options) -> None:
+def check_inputs(exp: Experiment, options: Options, directory: Path) -> None:
     """The data (exit 2), then the receipt (exit 3): nothing is created before both are there."""
     from paritygate.experiment.data import load_source
     from paritygate.receipts import require_parity
 
     load_source(options)
-    require_parity(options.root, exp.losses, options.device)
+    require_parity(options.root, exp.losses, options.device, resumed=directory)
 
 
 def choose_directory(exp: Experiment, root: Path, output: Path | None, *, resume: bool) -> Path:
