@@ -18,6 +18,7 @@ import pytest
 from _pytest.assertion import rewrite
 
 ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: two threads that wait for each other are slower than one
 PREFIX, sys.pycache_prefix = sys.pycache_prefix, os.devnull  # no cached bytecode of what is imported next can exist
 from paritygate import bootstrap  # noqa: E402
 
