@@ -107,7 +107,10 @@ class Collector:
 
         async def teach(index: int, group: Sequence[Judgment]) -> Teacher:
             assert teacher is not None
-            return await self.teach(teacher, index, group)
+            taught = await self.teach(teacher, index, group)
+            if self.exp.protocol.advantage.student == "sampled":
+                return taught
+            return dataclasses.replace(taught, student=await self.score_again(sampler, group[index].trajectory))
 
         async def judge(trajectory: Trajectory) -> Judged:
             return await self.judge(trajectory)
@@ -184,6 +187,12 @@ class Collector:
         return Teacher(
             tuple(logprobs), context.has_feedback, kept, context.shortened_tokens, len(context.tokens), context.tokens
         )
+
+    async def score_again(self, sampler: Sampler, trajectory: Trajectory) -> tuple[float | None, ...]:
+        """The student's own logprobs of a trajectory, by the path that scores the teacher: an empty block."""
+        limit = self.teacher_limit
+        own = teacher_context(self.renderer, self.context, trajectory, feedback=None, sibling=None, limit=limit)
+        return tuple(await teacher_logprobs(sampler, own, trajectory))
 
     def gold(self, split: str, task_index: int, *, confirm: bool = False) -> Trajectory:
         """The task's gold episode, rendered as a rollout would see it."""

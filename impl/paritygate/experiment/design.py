@@ -4,11 +4,14 @@ import dataclasses
 
 from paritygate.experiment import forecast, plan
 from paritygate.experiment.state import Decided, State
+from paritygate.spec import Advantage
 
 
 async def spec_preflight(state: State) -> Decided:
     """Always passes here: a spec with findings never loads (exit 2), an unresolved one never starts (exit 3)."""
     exp = state.exp
+    for key, what in deviations(exp.protocol.advantage):
+        state.deviation("spec_preflight", key, what)
     return Decided(
         f"the spec has no findings: {exp.steps} steps x {exp.protocol.rollout.tasks_per_step} tasks = "
         f"{exp.dataset.n_examples}, batches of {exp.batch_size}, {len(exp.arms)} arms that differ in the advantage",
@@ -43,6 +46,20 @@ async def design_check(state: State) -> Decided:
             "asked": [dataclasses.asdict(row) for row in forecast.asked(exp)],
         },
     )
+
+
+def deviations(advantage: Advantage) -> list[tuple[str, str]]:
+    """(key, sentence) of every option of the advantage that departs from the experiment as it was asked for."""
+    found: list[tuple[str, str]] = []
+    if advantage.success_wording:
+        found.append(
+            ("success_wording", "a trajectory of reward 1 is not called unsuccessful in its teacher's context")
+        )
+    if advantage.student == "recomputed":
+        found.append(("recomputed_student", "the advantage is teacher minus recomputed, not sampled, student logprobs"))
+    if advantage.teacher != "current":
+        found.append(("teacher", "the teacher is the frozen initial policy, not the current one"))
+    return found
 
 
 def _revisions(state: State) -> dict[str, str]:

@@ -14,12 +14,11 @@ DIMENSIONS = ("invalid_tool_use", "ungrounded_claims", "upfront_clarification")
 
 
 def gaps(rollout: Rollout) -> list[float]:
-    """Teacher minus sampler logprob (nats, unclipped) of every assistant token of a rollout that trains."""
+    """Teacher minus student logprob (nats, unclipped) of every assistant token of a rollout that trains."""
     if rollout.teacher is None or rollout.composite is None:
         return []
-    trajectory = rollout.trajectory
-    rows = zip(trajectory.mask, rollout.teacher.logprobs, trajectory.sampler_logprobs, strict=True)
-    return [_number(teacher) - _number(sampler) for mask, teacher, sampler in rows if mask]
+    rows = zip(rollout.trajectory.mask, rollout.teacher.logprobs, rollout.student_logprobs, strict=True)
+    return [_number(teacher) - _number(student) for mask, teacher, student in rows if mask]
 
 
 def tally(groups: Sequence[Group]) -> dict[str, float]:

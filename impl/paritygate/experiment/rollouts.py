@@ -14,6 +14,7 @@ class Teacher:
     """The teacher's logprobs (L,) in nats, None off the mask, and what its context held.
 
     context: the tokens that stood before the trajectory's own turns, kept for logit-level scoring and not written down.
+    student: the student's logprobs scored again by the same path, where the spec asks for that; None otherwise.
     """
 
     logprobs: tuple[float | None, ...]
@@ -22,12 +23,11 @@ class Teacher:
     shortened_tokens: int
     context_tokens: int
     context: tuple[int, ...] = ()
+    student: tuple[float | None, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What trajectories/*.jsonl keeps."""
-        fields = dataclasses.asdict(self)
-        del fields["context"]
-        return fields
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "context"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +44,26 @@ class Rollout:
         judgement = self.judged.judgement
         return None if judgement is None or not self.trajectory.trains else judgement.composite
 
+    @property
+    def student_logprobs(self) -> tuple[float | None, ...]:
+        """What a teacher is compared with: the logprobs that sampling returned, or those scored again."""
+        again = self.teacher.student if self.teacher is not None else None
+        return self.trajectory.sampler_logprobs if again is None else again
+
     def scores(self) -> Scores:
         """What an advantage may look at."""
         return Scores(
             composite=self.composite,
             mask=self.trajectory.mask,
-            sampler_logprobs=self.trajectory.sampler_logprobs,
+            sampler_logprobs=self.student_logprobs,
             teacher_logprobs=None if self.teacher is None else self.teacher.logprobs,
         )
 
     def to_json(self) -> dict[str, Any]:
-        """One line of trajectories/*.jsonl."""
+        """One line of trajectories/*.jsonl; `Trajectory.from_json` reads its part of it."""
         judgement = self.judged.judgement
         return {
-            **self.trajectory.to_json(),
+            **{field.name: getattr(self.trajectory, field.name) for field in dataclasses.fields(self.trajectory)},
             "judgement": None if judgement is None else dataclasses.asdict(judgement) | {"composite": self.composite},
             "judge_tries": self.judged.tries,
             "judge_first_try_parsed": self.judged.first_try_parsed,

@@ -18,13 +18,17 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """How an SDPO advantage is built: `clip` in nats, the least composite of a sibling, whose weights teach."""
+    """How an SDPO advantage is built: `clip` in nats, the least composite of a sibling, whose weights teach.
+
+    `student` says which logprobs are taken from the teacher's: those returned by sampling, or scored again as it is.
+    """
 
     clip: float
     sibling_threshold: float
     sibling_rule: Literal["best", "first"]
     success_wording: bool
     teacher: Literal["current", "frozen_initial"]
+    student: Literal["sampled", "recomputed"]
 
 
 @dataclass(frozen=True, slots=True)
