@@ -13,6 +13,7 @@ from paritygate.errors import BadInputError
 from paritygate.receipts import guard, refuse_other_code, write_atomic
 from paritygate.spec.synthetic import Synthetic
 
+ROOT = Path(__file__).resolve().parents[3]
 DEFAULT_OUTPUT = Path("runs") / "spod-component.json"
 MAX_SEED = 2**32 - 1
 
@@ -82,7 +83,8 @@ def plan(
 ) -> Outcome:
     """What `run` would do, and what its input would be refused for; nothing is run, written or refused here."""
     findings: list[str] = []
-    for check in (lambda: with_seeds(spec, seeds), lambda: checked_device(device), lambda: checked_output(output)):
+    target = output or ROOT / DEFAULT_OUTPUT
+    for check in (lambda: with_seeds(spec, seeds), lambda: checked_device(device), lambda: checked_output(target)):
         try:
             check()
         except BadInputError as error:
@@ -94,8 +96,8 @@ def plan(
         f"{spec.title} ({spec.recipe})",
         f"seeds {', '.join(map(str, spec.seeds))} on {device}: {spec.updates} updates of {spec.episodes_per_update} "
         f"episodes, {states.least} to {states.most} states each, {spec.action_tokens} tokens and an end token a state",
-        f"output: {output or DEFAULT_OUTPUT}, a new file",
-        "before it may start: a green parity receipt of spod for exactly this tree and device",
+        f"output: {target}, a new file",
+        f"before it may start: a green parity receipt for exactly this tree and device, of {', '.join(spec.losses)}",
         *(f"would be refused: {finding}" for finding in findings),
     )
     return Outcome({"spec": dict(spec.frozen), "seeds": list(spec.seeds), "findings": findings}, lines)
@@ -114,9 +116,8 @@ def with_seeds(spec: Synthetic, seeds: str | Iterable[int] | None) -> Synthetic:
     return dataclasses.replace(spec, seeds=chosen, frozen={**spec.frozen, "seeds": list(chosen)})
 
 
-def checked_output(output: Path | None) -> Path:
+def checked_output(target: Path) -> Path:
     """The artifact's path, which does not exist and can be made; BadInputError otherwise."""
-    target = output or DEFAULT_OUTPUT
     if target.suffix != ".json":
         raise BadInputError(f"--output {target}: the synthetic component writes one file, whose name ends in .json.")
     if os.path.lexists(target):
