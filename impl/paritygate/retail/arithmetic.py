@@ -9,7 +9,7 @@ MAX_CHARACTERS = 10_000
 MAX_BITS = 16_384  # 16 times the range of a float; CPython itself refuses literals above 4,300 digits
 MAX_DEPTH = 200  # CPython's own limit of nested parentheses
 
-_TOKEN = re.compile(r"(?P<number>\d+\.\d*|\.\d+|\d+)|(?P<operator>\*\*|//|[-+*/()])|(?P<other>\.)")
+_TOKEN = re.compile(r"\d+\.\d*|\.\d+|\d+|\*\*|//|[-+*/().]")
 _UNARY_PRECEDENCE = 3
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "**": 4}
 
@@ -41,6 +41,7 @@ def _syntax(text: str) -> ArithmeticSyntaxError:
 
 
 def _tokens(expression: str) -> list[str]:
+    """The tokens; what CPython's tokenizer itself refuses comes before any error of their order, wherever it stands."""
     tokens: list[str] = []
     position, depth = 0, 0
     while position < len(expression):
@@ -48,7 +49,7 @@ def _tokens(expression: str) -> list[str]:
             position += 1
             continue
         found = _TOKEN.match(expression, position)
-        if found is None or found["other"]:
+        if found is None:
             raise _syntax("invalid syntax")
         token = found[0]
         if token[0] == "0" and "." not in token and token.strip("0"):
@@ -62,8 +63,6 @@ def _tokens(expression: str) -> list[str]:
             raise _syntax("too many nested parentheses")
         tokens.append(token)
         position = found.end()
-    if depth:
-        raise _syntax("'(' was never closed")
     if not tokens:
         raise ArithmeticSyntaxError("invalid syntax (<string>, line 0)")
     return tokens
@@ -125,17 +124,21 @@ class _Machine:
                 operand_next = True
             elif token in _PRECEDENCE:
                 operand_next = self._operator(token, out, operand_next=operand_next)
-            elif operand_next:
+            elif operand_next and token != ".":
                 _number(token)
                 out.append(token)
                 operand_next = False
             else:
-                raise _syntax("invalid syntax")
+                self._refuse(token)
+        if any(opened.endswith("(") for opened in self.pending):
+            raise _syntax("'(' was never closed")
         if operand_next:
             raise _syntax("invalid syntax")
-        while self.pending:
-            out.append(self.pending.pop())
-        return out
+        return out + self.pending[::-1]
+
+    def _refuse(self, token: str) -> None:
+        inside = any(opened.endswith("(") for opened in self.pending)
+        raise _syntax("invalid syntax" + ". Perhaps you forgot a comma?" * (inside and token != "."))
 
     def _operator(self, token: str, out: list[str], *, operand_next: bool) -> bool:
         if operand_next:
