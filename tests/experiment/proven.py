@@ -3,10 +3,12 @@
 The guard itself is tested in tests/guard, and the real order of things in the end-to-end test.
 """
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from paritygate import receipts
+from paritygate.receipts import provenance
 from paritygate.receipts.parity import ParityReceipt, read_parity_receipt, statement_of, write_parity_receipt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,10 +31,8 @@ def receipt(folder: Path) -> ParityReceipt:
     return read_parity_receipt(write_parity_receipt(folder, statement))
 
 
-def install(folder: Path | None = None) -> None:
-    """Make the guard answer with the stand-in in this process."""
-    import tempfile
-
+def install(folder: Path | None = None, monkeypatch: Any = None) -> None:
+    """Make the guard answer with the stand-in in this process, or for one test with its `monkeypatch`."""
     from paritygate.experiment import correctness
 
     made = receipt(folder or Path(tempfile.mkdtemp()))
@@ -40,5 +40,7 @@ def install(folder: Path | None = None) -> None:
     def stand_in(*_: Any, **__: Any) -> ParityReceipt:
         return made
 
-    receipts.require_parity = stand_in
-    correctness.guard = stand_in
+    replace = setattr if monkeypatch is None else monkeypatch.setattr
+    replace(receipts, "require_parity", stand_in)
+    replace(correctness, "guard", stand_in)
+    replace(provenance, "refuse_other_code", lambda *_: None)

@@ -1,11 +1,12 @@
 """trajectories/<name>.jsonl: what was sampled, judged and advised, one episode a line, by (task, rollout)."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from paritygate.experiment.journal import finite
+from paritygate.experiment.journal import Record, finite
 from paritygate.experiment.rollouts import Rollout
-from paritygate.receipts import canonical, write_atomic
+from paritygate.receipts import write_atomic
 
 
 def write_trajectories(
@@ -14,6 +15,15 @@ def write_trajectories(
     """Write the file whole (a step taken again replaces it) and return its path relative to the run directory."""
     path = directory / "trajectories" / f"{name}.jsonl"
     rows = advantages if advantages is not None else [None] * len(rollouts)
-    lines = [canonical(finite({**r.to_json(), "advantages": row})) for r, row in zip(rollouts, rows, strict=True)]
-    write_atomic(path, b"".join(line + b"\n" for line in lines))
+    lines = [_line({**r.to_json(), "advantages": row}) for r, row in zip(rollouts, rows, strict=True)]
+    write_atomic(path, b"".join(lines))
     return str(path.relative_to(directory))
+
+
+def _line(record: Record) -> bytes:
+    """One line of JSON with sorted keys: thousands of tokens, so the fast encoder; infinities as text."""
+    try:
+        text = json.dumps(record, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(finite(record), sort_keys=True, allow_nan=False, separators=(",", ":"))
+    return text.encode() + b"\n"

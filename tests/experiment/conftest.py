@@ -1,0 +1,53 @@
+"""Runs of the protocol in this process, on the scripted service or on the tiny model, with the guard stood in for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import proven
+import pytest
+from scripted_service import JUDGE, POLICY, ScriptedService
+from small import ROOT, write_spec
+
+from paritygate import experiment
+from paritygate.agent import renderer
+from paritygate.agent.vocabulary import offline
+from paritygate.spec import Experiment, load
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def guard_passes(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The guard answers with a stand-in receipt; it has tests of its own."""
+    proven.install(tmp_path_factory.mktemp("receipts"), monkeypatch)
+
+
+@pytest.fixture
+def run_spec(guard_passes: None, tmp_path: Path, tau_bench_dir: Path) -> Run:
+    """run_spec(spec, service=None, **options): the experiment in tmp_path/run, on the embedded server or a stand-in."""
+
+    def run(spec: dict[str, Any] | Experiment, **options: Any) -> Any:
+        exp = spec if isinstance(spec, Experiment) else load(write_spec(tmp_path, spec))
+        arguments = {"output": tmp_path / "run", "tau_bench": tau_bench_dir, "quiet": True} | options
+        return experiment.run(exp, root=ROOT, **arguments)
+
+    return run
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedService], ScriptedService]:
+    """scripted(service): every connection leads to it. Harmony has no vocabulary here, so Qwen writes for it."""
+    real = renderer.load
+
+    def load_renderer(name: str, tokenizer: Any, *, model: str | None = None, **options: Any) -> Any:
+        if model == JUDGE:
+            return real("qwen3.5", offline(POLICY), **options)
+        return real(name, tokenizer, model=model, **options)
+
+    def use(service: ScriptedService) -> ScriptedService:
+        monkeypatch.setattr("paritygate.backend.connect", service.connect)
+        monkeypatch.setattr(renderer, "load", load_renderer)
+        return service
+
+    return use
