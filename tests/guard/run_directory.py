@@ -1,6 +1,7 @@
 """A finished run directory as small as one can be: the local spec, three phases, per-item results, a verdict."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from small_tree import ROOT, Tree
@@ -12,7 +13,7 @@ from verify import verdict
 LOSSES = ("other", "toy")
 
 
-def build_run(tree: Tree, run_dir: Path) -> Path:
+def build_run(tree: Tree, run_dir: Path, losses: Iterable[str] = LOSSES) -> Path:
     """The directory of a run that `tree`'s own parity receipt let start."""
     spec = load(ROOT / "spec" / "sdpo-local.json")
     chain = new_chain(run_dir, spec.frozen)
@@ -21,7 +22,7 @@ def build_run(tree: Tree, run_dir: Path) -> Path:
     write_atomic(run_dir / "verdict.json", canonical(verdict(run_dir)))
     write_atomic(run_dir / "report.html", b"<p>a page</p>")
     chain.append("decide", {"outcome": "done"}, ["verdict.json"])
-    write_receipt(tree, run_dir, spec.frozen)
+    write_receipt(tree, run_dir, spec.frozen, losses)
     return run_dir
 
 
@@ -52,14 +53,14 @@ def items(spec) -> list[dict]:
     ]
 
 
-def write_receipt(tree: Tree, run_dir: Path, frozen) -> Path:
+def write_receipt(tree: Tree, run_dir: Path, frozen, losses: Iterable[str] = LOSSES) -> Path:
     """The run receipt over what lies in `run_dir` now."""
     return write_run_receipt(
         run_dir,
         root=tree.root,
         spec=frozen,
         parity=read_parity_receipt(tree.receipts()[0]),
-        losses=LOSSES,
+        losses=losses,
         device="cpu",
         dependencies=[
             {"name": "tau-bench", "digest": {"gitCommit": "0" * 40}, "annotations": {"initial_database": "1" * 64}},
@@ -68,7 +69,7 @@ def write_receipt(tree: Tree, run_dir: Path, frozen) -> Path:
     )
 
 
-def recount(tree: Tree, run_dir: Path) -> None:
+def recount(tree: Tree, run_dir: Path, losses: Iterable[str] = LOSSES) -> None:
     """What a forger does after an edit: a new chain and a new receipt, every digest in them consistent."""
     frozen = json.loads((run_dir / "spec.json").read_bytes())
     receipt, phases = run_dir / "receipt.json", sorted((run_dir / "phases").iterdir())
@@ -78,4 +79,4 @@ def recount(tree: Tree, run_dir: Path) -> None:
     chain = PhaseChain(run_dir)
     for entry in entries:
         chain.append(entry["phase"], entry["record"], entry["files"])
-    write_receipt(tree, run_dir, frozen)
+    write_receipt(tree, run_dir, frozen, losses)

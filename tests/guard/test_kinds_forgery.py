@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from small_tree import Tree
+from test_kinds_sessions import poison_rewritten
 
 from paritygate.receipts.files import canonical
 from paritygate.receipts.parity import statement_of, write_parity_receipt
@@ -72,6 +73,25 @@ def test_a_forged_count(bare: Tree) -> None:
     full_run_refused(
         bare, f"does not tell what a parity run finds: other/sign has {comparisons} comparisons in it and 4"
     )
+
+
+def test_a_session_with_poisoned_rules_is_a_forgery_too(bare: Tree) -> None:
+    """pytest reads its cache of conftest.py before that can object: what comes of it lets local runs start, no more."""
+    bare.edit("impl/paritygate/losses/toy.py", "number * number", "abs(number)")
+    bare.commit("a broken loss")
+    lie = "results = {name: FORGED for name in required(self.book.spec, self.book.device)}"
+    forged = {"comparisons": 30, "worst_margin": 0.5, "cells": [CELL]}
+    poison_rewritten(
+        bare,
+        "tests/conftest.py",
+        ("results = self.book.results()\n        return", f"{lie}\n        return"),
+        ("        if not troubles:", "        if True:"),
+        ("class Session:", f"FORGED = {forged!r}\n\n\nclass Session:"),
+    )
+    assert "parity: green" in bare.parity()
+    done = bare.run()
+    assert (done.returncode, "ran 2.0" in done.stdout) == (0, True), done
+    full_run_refused(bare, "parity, run again in a clean worktree, is not green")
 
 
 def test_a_full_run_is_of_a_commit(tree: Tree) -> None:

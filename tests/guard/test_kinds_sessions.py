@@ -1,5 +1,6 @@
 """Kinds 6, 8 to 12 and 15: sessions that look like proof and are none. Each is run for real; none leaves a receipt."""
 
+import importlib.util
 import os
 import py_compile
 import sys
@@ -202,19 +203,23 @@ def test_poisoned_bytecode_is_not_read_by_a_parity_session(bare: Tree) -> None:
     not_green(bare, bare.parity(), "tests/parity/test_toy.py::test_value failed")
 
 
-def test_poisoned_bytecode_of_a_test_file_is_not_read(bare: Tree) -> None:
-    name = "tests/parity/test_toy.py"
-    path, loss = bare.root / name, "impl/paritygate/losses/toy.py"
+def poison_rewritten(tree: Tree, name: str, *edits: tuple[str, str]) -> None:
+    """Leave code of an edited `name`, with the digest of its true source, where pytest looks for its cache."""
+    path = tree.root / name
+    genuine = path.read_text()
+    for old, new in edits:
+        tree.edit(name, old, new)
+    _, code = rewrite._rewrite_test(path, FakeConfig())
+    path.write_text(genuine)
     cached = path.parent / "__pycache__" / f"{path.stem}{rewrite.PYC_TAIL}"
     cached.parent.mkdir(exist_ok=True)
-    bare.edit(loss, "len(numbers)", "(len(numbers) + 1)")
-    genuine = path.read_text()
-    bare.edit(name, "losses.toy.value(numbers)", "reference.value(numbers)")
-    source_hash, code = rewrite._rewrite_test(path, FakeConfig())
-    path.write_text(genuine)
-    source_hash = rewrite.importlib.util.source_hash(path.read_bytes())
     with cached.open("wb") as file:
-        rewrite._write_pyc_fp(file, source_hash, code)
+        rewrite._write_pyc_fp(file, importlib.util.source_hash(path.read_bytes()), code)
+
+
+def test_poisoned_bytecode_of_a_test_file_is_not_read(bare: Tree) -> None:
+    bare.edit("impl/paritygate/losses/toy.py", "len(numbers)", "(len(numbers) + 1)")
+    poison_rewritten(bare, "tests/parity/test_toy.py", ("losses.toy.value(numbers)", "reference.value(numbers)"))
     done = bare.python("-c", PLAIN_SESSION)
     assert "1 passed" in done.stdout, done  # pytest by itself reads it, and sees nothing
     not_green(bare, bare.parity(), "tests/parity/test_toy.py::test_value failed")

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from run_directory import build_run, recount
 from small_tree import ROOT, Tree
 from test_kinds_files import fake_torch
 from test_kinds_sessions import plugin, poison
@@ -210,6 +211,22 @@ def test_500_bytes_flipped_anywhere(green: Tree) -> None:
         path.write_bytes(data)
         flipped += 1
     require_parity(green.root, losses, "cpu")
+
+
+@full
+def test_a_finished_run_is_verified_from_the_command_line(green: Tree, tmp_path: Path) -> None:
+    run_dir = build_run(green, tmp_path / "run", ["averaging", "grpo", "policy_gradient", "sdpo"])
+    done = green.python("impl/verify.py", str(run_dir))
+    assert (done.returncode, "recomputed from the per-item results: " in done.stdout) == (0, True), done
+    for path in sorted(path for path in run_dir.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+        refused(green, path.name, ("impl/verify.py", str(run_dir)))
+        path.write_bytes(data)
+    (run_dir / "items.jsonl").write_bytes((run_dir / "items.jsonl").read_bytes().replace(b'"reward":1', b'"reward":0'))
+    recount(green, run_dir, ["averaging", "grpo", "policy_gradient", "sdpo"])
+    refused(green, "verdict.json is not the verdict", ("impl/verify.py", str(run_dir)))
+    refused(green, "receipt.json is missing", ("impl/verify.py", str(tmp_path / "nothing")))
 
 
 @full
