@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import zstandard
@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from paritygate.server.fields import Fields
 from paritygate.server.limits import RequestError
 from paritygate.server.promises import Promise
 from paritygate.server.service import Service
-from paritygate.server.wire import Fields
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -26,7 +26,7 @@ def build_app(service: Service, api_key: str) -> Starlette:
     routes = _routes(service)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
         reaper = asyncio.create_task(_reap(service))
         yield
         reaper.cancel()

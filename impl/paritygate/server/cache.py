@@ -15,26 +15,55 @@ ROOM = 64  # capacities are multiples of this, the attention's block of keys
 
 
 class Sequence:
-    """One sequence in the making: keys and values (L, 2, K, capacity, D), hidden states, and how many are computed."""
+    """One sequence in the making: keys and values (L, room, 2, K, D) in fp32, hidden states, how many are computed.
+
+    Memory grows as tokens come; `reserved` counts what it may grow to.
+    """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, tokens: list[int], capacity: int) -> None:
-        self.capacity = -(-capacity // ROOM) * ROOM
-        # Zeros, not empty: masked keys still enter a product with weight 0, and 0 * NaN is NaN.
-        self.kv = torch.zeros(shape.layers, 2, shape.kv_heads, self.capacity, shape.head_dim, dtype=dtype)
-        self.hidden = torch.zeros(self.capacity, shape.hidden, dtype=dtype)
+        self.shape = shape
+        self.dtype = dtype
+        self.capacity = _whole(capacity)
         self.tokens = list(tokens)
         self.done = 0
+        self.kv, self.hidden = self._buffers(min(self.capacity, _whole(len(tokens) + ROOM)))
 
-    def bytes(self) -> int:
-        return self.kv.nbytes + self.hidden.nbytes
+    @property
+    def reserved(self) -> int:
+        """Bytes at full capacity."""
+        return self.capacity * (self.kv[:, :1].nbytes + self.hidden[:1].nbytes)
 
-    def fork(self, shape: Shape, dtype: torch.dtype, capacity: int) -> "Sequence":
-        """A copy with its own memory that may grow to `capacity` tokens."""
-        copy = Sequence(shape, dtype, self.tokens, capacity)
-        copy.kv[:, :, :, : self.done] = self.kv[:, :, :, : self.done]
-        copy.hidden[: self.done] = self.hidden[: self.done]
+    def make_room(self, length: int) -> None:
+        """See to memory for `length` tokens."""
+        room = self.hidden.shape[0]
+        if length <= room:
+            return
+        kv, hidden = self.kv, self.hidden
+        self.kv, self.hidden = self._buffers(min(self.capacity, _whole(max(length, room * 3 // 2))))
+        self._copy(kv, hidden)
+
+    def fork(self) -> "Sequence":
+        """A copy with its own memory."""
+        copy = Sequence(self.shape, self.dtype, self.tokens, self.capacity)
         copy.done = self.done
+        copy._copy(self.kv, self.hidden)
         return copy
+
+    def _buffers(self, room: int) -> tuple[Tensor, Tensor]:
+        shape = self.shape
+        # Zeros, not empty: masked keys still enter a product with weight 0, and 0 * NaN is NaN.
+        return (
+            torch.zeros(shape.layers, room, 2, shape.kv_heads, shape.head_dim),
+            torch.zeros(room, shape.hidden, dtype=self.dtype),
+        )
+
+    def _copy(self, kv: Tensor, hidden: Tensor) -> None:
+        self.kv[:, : self.done] = kv[:, : self.done]
+        self.hidden[: self.done] = hidden[: self.done]
+
+
+def _whole(tokens: int) -> int:
+    return -(-tokens // ROOM) * ROOM
 
 
 @dataclass(frozen=True)
@@ -73,7 +102,7 @@ class PrefixCache:
                 break
             self._pages.move_to_end(key)
             start, end = sequence.done, sequence.done + PAGE
-            sequence.kv[:, :, :, start:end] = page.kv
+            sequence.kv[:, start:end] = page.kv
             sequence.hidden[start:end] = page.hidden
             sequence.done = end
         self.hits += sequence.done
@@ -91,7 +120,7 @@ class PrefixCache:
                 self._pages.move_to_end(key)
                 continue
             start, end = index * PAGE, (index + 1) * PAGE
-            page = _Page(sequence.kv[:, :, :, start:end].clone(), sequence.hidden[start:end].clone())
+            page = _Page(sequence.kv[:, start:end].clone(), sequence.hidden[start:end].clone())
             self._pages[key] = page
             self.bytes += page.bytes()
         while self.bytes > self.limit_bytes and self._pages:

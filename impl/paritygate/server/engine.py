@@ -230,7 +230,7 @@ class Engine:
                 return False
         sequence = Sequence(self.network.shape, self.network.dtype, job.prompt, job.capacity())
         used = self._active_bytes()
-        if used and used + sequence.bytes() > self.limits.active_cache_bytes:
+        if used and used + sequence.reserved > self.limits.active_cache_bytes:
             return False
         job.cached_tokens = self.prefix.fill(sequence, job.snapshot.version)
         job.sequence = sequence
@@ -238,7 +238,7 @@ class Engine:
 
     def _active_bytes(self) -> int:
         jobs = [j.sequence for j in [*self._prefilling, *self._forking] if j.sequence is not None]
-        return sum(s.bytes() for s in [*jobs, *(row.sequence for row in self._rows)])
+        return sum(s.reserved for s in [*jobs, *(row.sequence for row in self._rows)])
 
     def _plan(self) -> "Batch":
         """Lay out one pass: a token for every row, then prompt pieces within the budget; grouped by weights version.
@@ -271,10 +271,12 @@ class Engine:
         tokens = torch.zeros(total, dtype=torch.long)
         positions = torch.zeros(total, dtype=torch.long)
         for span in batch.spans:
+            span.sequence.make_room(span.start + span.count)
             ids = span.sequence.tokens[span.start : span.start + span.count]
             tokens[span.row : span.row + span.count] = torch.tensor(ids)
             positions[span.row : span.row + span.count] = torch.arange(span.start, span.start + span.count)
-        return self.network.forward(tokens, positions, batch.ranges, CachedAttention(batch.spans))
+        with self.network.routed(batch.ranges, CachedAttention(batch.spans, total)):
+            return self.network.forward(tokens, positions)
 
     # ------------------------------------------------------------------ after a pass
 
@@ -292,11 +294,10 @@ class Engine:
             job = self._forking[0]
             assert job.sequence is not None
             last = job.started + 1 == job.num_samples
-            used = self._active_bytes() + sum(row.sequence.bytes() for row, _ in fresh)
-            if not last and (self._rows or fresh) and used + job.sequence.bytes() > self.limits.active_cache_bytes:
+            used = self._active_bytes() + sum(row.sequence.reserved for row, _ in fresh)
+            if not last and (self._rows or fresh) and used + job.sequence.reserved > self.limits.active_cache_bytes:
                 break
-            capacity = job.capacity()
-            sequence = job.sequence if last else job.sequence.fork(self.network.shape, self.network.dtype, capacity)
+            sequence = job.sequence if last else job.sequence.fork()
             row = Row(job, job.started, sequence, StopCheck(job.params, self.decoder))
             fresh.append((row, sequence.hidden[len(job.prompt) - 1]))
             job.started += 1

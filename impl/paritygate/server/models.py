@@ -128,7 +128,7 @@ def _gguf_tensors(gguf: Path, config: "LlamaConfig") -> Iterator[tuple[str, "np.
             name = f"model.layers.{parts[1]}.{name}"
         value = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if parts[-1] in ("attn_q", "attn_k"):
-            heads = config.num_attention_heads if parts[-1] == "attn_q" else config.num_key_value_heads
+            heads = (config.num_attention_heads if parts[-1] == "attn_q" else config.num_key_value_heads) or 1
             # llama.cpp interleaves the two halves that rotary embedding pairs; transformers keeps them apart.
             value = value.reshape(heads, -1, 2, value.shape[-1]).swapaxes(1, 2).reshape(value.shape)
         yield f"{name}.weight", np.ascontiguousarray(value)

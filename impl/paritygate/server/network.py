@@ -4,11 +4,15 @@ Every row's result has the same bits whatever else is in the batch (design/030):
 `MIN_ROWS`, and attention is computed sequence by sequence over key ranges that depend on the row's position only.
 """
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from paritygate.errors import BadInputError
 from paritygate.server.limits import Shape
@@ -18,7 +22,7 @@ MIN_ROWS = 16  # with fewer rows a CPU matrix product takes another path and oth
 
 
 class Attention(Protocol):
-    """Attention of one forward pass: q (H, T, D), k and v (K, T, D) -> (H, T, D); `scale` multiplies the scores."""
+    """Attention of one forward pass, fp32: q (H, T, D), k and v (K, T, D) -> (H, T, D); `scale` multiplies the scores."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
 
@@ -42,14 +46,19 @@ class Network:
         self.body: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model.model
         head = cast(nn.Linear, model.get_output_embeddings())
         self.head_weight, self.head_bias = head.weight, head.bias
-        self.targets = self._adapt(model)
+        self.targets = self._adapt()
+        self._layers = [m for m in self.body.modules() if hasattr(m, "gradient_checkpointing") and m is not self.body]
+        for layer in self._layers:
+            layer._gradient_checkpointing_func = functools.partial(  # pyright: ignore[reportAttributeAccessIssue]
+                checkpoint, use_reentrant=False
+            )
 
-    def _adapt(self, model: Any) -> list[Target]:
+    def _adapt(self) -> list[Target]:
         """Replace every linear layer of the body by one that adapters can reach; list what can be adapted."""
         targets: list[Target] = []
         for name, module in list(self.body.named_modules()):
             if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
-                module._paritygate_network = self  # pyright: ignore[reportAttributeAccessIssue]
+                object.__setattr__(module, "_paritygate_network", self)
             if not isinstance(module, nn.Linear):
                 continue
             kind = "attn" if "attn" in name else "mlp" if "mlp" in name else None
@@ -63,18 +72,25 @@ class Network:
         targets.append(Target("unembed", "unembed", self.shape.hidden, self.shape.vocabulary))
         return targets
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, ranges: list[tuple[int, int, Weights]], attention: Attention
-    ) -> Tensor:
-        """(T,) ids at (T,) positions -> (T, hidden) final hidden states."""
-        self.routes.ranges = ranges
-        self._attention = attention
+    @contextlib.contextmanager
+    def routed(self, ranges: list[tuple[int, int, Weights]], attention: Attention) -> Iterator[None]:
+        """Set which rows use which weights and what attends, for the passes (and their backward) inside."""
+        self.routes.ranges, self._attention = ranges, attention
         try:
-            out = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-            return out.last_hidden_state[0]
+            yield
         finally:
-            self.routes.ranges = []
-            self._attention = None
+            self.routes.ranges, self._attention = [], None
+
+    def forward(self, tokens: Tensor, positions: Tensor, *, recompute: bool = False) -> Tensor:
+        """(T,) ids at (T,) positions -> (T, hidden) final hidden states; call it inside `routed`.
+
+        With `recompute`, layers keep only their input and run again in the backward pass: less memory, a third slower.
+        """
+        for layer in self._layers:
+            layer.gradient_checkpointing = recompute  # pyright: ignore[reportAttributeAccessIssue]
+            layer.training = recompute  # of the layer alone: its parts stay as they are, so nothing is dropped out
+        out = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        return out.last_hidden_state[0]
 
     def head(self, hidden: Tensor, ranges: list[tuple[int, int, Weights]]) -> Tensor:
         """(M, hidden) -> (M, vocabulary) logits; the caller sees to M >= MIN_ROWS."""
@@ -82,7 +98,8 @@ class Network:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         assert self._attention is not None, "attention outside a forward pass of the network"
-        return self._attention.attend(layer, q, k, v, scale)
+        # In fp32 whatever the weights are: small bf16 products cost more in calls than they save in arithmetic.
+        return self._attention.attend(layer, q.float(), k.float(), v.float(), scale).to(q.dtype)
 
 
 _NAME = "paritygate_packed"

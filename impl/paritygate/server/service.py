@@ -10,14 +10,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from paritygate.server import wire
+from paritygate.server import wire_sampling, wire_training
 from paritygate.server.engine import Engine, SampleJob
+from paritygate.server.fields import Fields
 from paritygate.server.limits import Limits, RequestError
 from paritygate.server.lora import BASE, Adapter, LoraSpec, Snapshot
 from paritygate.server.promises import Payload, Promise, Promises
 from paritygate.server.store import Store
 from paritygate.server.training import Pass, adam_step
-from paritygate.server.wire import Fields
 
 PROTOBUF = "application/x-protobuf"
 
@@ -267,29 +267,29 @@ class Service:
     # ------------------------------------------------------------------ training
 
     def forward_backward(self, body: bytes) -> Promise:
-        message = wire.parse_forward_backward(body)
+        message = wire_training.parse_forward_backward(body)
         model = self.model(message.model_id)
         seq = message.seq_id or None
         try:
-            message, data = wire.decode_forward_backward(body, self.network.shape, self.limits)
+            message, data = wire_training.decode_forward_backward(body, self.network.shape, self.limits)
         except RequestError:
             self.skip(message.model_id, seq)
             raise
-        config = wire.loss_config(message)
+        config = wire_training.loss_config(message)
 
         def start() -> "Future[Any]":
             work = Pass(self.network, model.ready(), data, message.loss_fn, config, forward_only=message.forward_only)
             return self.engine.run(work.steps(self.limits.train_tokens), lambda: work.outcome)
 
         return self.enqueue(
-            model, seq, body, start, lambda outcome: Payload(wire.encode_forward_backward(outcome), PROTOBUF)
+            model, seq, body, start, lambda outcome: Payload(wire_training.encode_forward_backward(outcome), PROTOBUF)
         )
 
     def optim_step(self, body: Fields, raw: bytes) -> Promise:
         model = self.model(body.text("model_id"))
         seq = body.optional_integer("seq_id", low=1)
         try:
-            params = wire.decode_adam(body)
+            params = wire_training.decode_adam(body)
         except RequestError:
             self.skip(model.id, seq)
             raise
@@ -421,10 +421,10 @@ class Service:
                 raise RequestError(f"{sampler.id}: seq_id {seq} was used before for another request", 422)
             return promise
         shape = self.network.shape
-        prompt = wire.decode_prompt(body, shape)
-        params = wire.decode_sampling_params(body, prompt, shape, secrets.randbits(63))
-        scoring = wire.decode_scoring(body, prompt, params, self.limits)
-        wire.check_targets(scoring, shape)
+        prompt = wire_sampling.decode_prompt(body, shape)
+        params = wire_sampling.decode_sampling_params(body, prompt, shape, secrets.randbits(63))
+        scoring = wire_sampling.decode_scoring(body, prompt, params, self.limits)
+        wire_sampling.check_targets(scoring, shape)
         number = body.integer("num_samples", 1, low=1, high=self.limits.samples_per_request)
         top_k = body.integer("topk_sample_logprobs", 0, low=0, high=self.limits.top_logprobs)
         promise = self.promises.create(sampler.session)
@@ -436,7 +436,7 @@ class Service:
 
         promise.cancel = cancel
         self.promises.follow(
-            promise, job.future, lambda result: Payload(wire.encode_sample(result, prompt, body), PROTOBUF)
+            promise, job.future, lambda result: Payload(wire_sampling.encode_sample(result, prompt, body), PROTOBUF)
         )
         if seq is not None:
             sampler.promises[seq] = (promise, raw)

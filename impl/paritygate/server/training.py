@@ -1,5 +1,6 @@
 """Forward, backward and Adam for one adapter: packed datums in, logprobs and accumulated gradients out."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -46,6 +47,8 @@ class AdamParams:
 class Pass:
     """One forward_backward request as bounded pieces: iterate `steps()`, then read `outcome`."""
 
+    recompute_over = 2048  # tokens of a piece from which activations are recomputed: 4 MB a token for 135M parameters
+
     def __init__(
         self, network: Network, adapter: Adapter, data: list[Datum], loss: str, config: Config, *, forward_only: bool
     ) -> None:
@@ -83,9 +86,15 @@ class Pass:
         tokens = torch.tensor([token for datum in data for token in datum.tokens] + [0] * padding)
         positions = torch.cat([torch.arange(n) for n in [*lengths, *([padding] if padding else [])]])
         attention = PlainAttention([*lengths, *([padding] if padding else [])])
-        with torch.set_grad_enabled(not self.forward_only):
-            hidden = self.network.forward(tokens, positions, [(0, len(tokens), self.adapter)], attention)
-        rows = hidden[: sum(lengths)].detach()
+        with self.network.routed([(0, len(tokens), self.adapter)], attention):
+            with torch.set_grad_enabled(not self.forward_only):
+                hidden = self.network.forward(tokens, positions, recompute=sum(lengths) > self.recompute_over)
+            wanted, rows = self._losses(data, hidden[: sum(lengths)].detach())
+            if not self.forward_only:
+                self._backward(hidden, rows, data, wanted, gradients)
+
+    def _losses(self, data: list[Datum], rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Logprobs and losses of a piece from its hidden states; returns (d loss / d logprobs, rows)."""
         with torch.no_grad():
             logprobs = torch.cat(
                 [
@@ -93,14 +102,12 @@ class Pass:
                     for start, targets in _chunks([d.inputs.target_tokens for d in data])
                 ]
             )
-        wanted = self._loss_gradients(data, logprobs.split(lengths))
-        if not self.forward_only:
-            self._backward(hidden, rows, data, wanted, gradients)
+        return self._loss_gradients(data, logprobs.split([len(d.tokens) for d in data])), rows
 
     def _loss_gradients(self, data: list[Datum], logprobs: tuple[Tensor, ...]) -> Tensor:
         """Add each datum's loss and logprobs to the outcome; return d loss / d logprobs, rows of (K,) end to end."""
         wanted: list[Tensor] = []
-        width = max(l.shape[1] for l in logprobs)
+        width = max(values.shape[1] for values in logprobs)
         for datum, values in zip(data, logprobs, strict=True):
             shape = datum.inputs.target_tokens.shape
             columns = 1 if len(shape) == 1 else shape[1]
@@ -157,8 +164,12 @@ def adam_step(adapter: Adapter, params: AdamParams) -> float:
     named = list(adapter.parameters())
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
     norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads.values()])))
-    if norm != norm or norm == float("inf"):
-        raise RequestError(f"optim_step: the gradient norm is {norm}; nothing was changed")
+    if not math.isfinite(norm):
+        for _, parameter in named:
+            parameter.grad = None
+        raise RequestError(
+            f"optim_step: the gradient norm is {norm}; no weight was changed, the gradients were dropped"
+        )
     clip = params.grad_clip_norm
     factor = clip / norm if 0 < clip < norm else 1.0
     adapter.steps += 1
@@ -177,7 +188,8 @@ def adam_step(adapter: Adapter, params: AdamParams) -> float:
 
 
 def _chunks(targets: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """(start, (M, K) ids) of CHUNK rows at a time; K is the widest of the datums, narrower ones repeat their first id."""
+    """(start, (M, K) ids) of CHUNK rows at a time; K is the widest of the datums, narrower ones
+    repeat their first id."""
     width = max(1 if t.ndim == 1 else t.shape[1] for t in targets)
     every = torch.cat([_columns(t, width) for t in targets])
     for start in range(0, len(every), CHUNK):
