@@ -13,6 +13,7 @@ from paritygate.errors import BadInputError, GateStopped, Refused
 from paritygate.experiment.progress import Progress
 from paritygate.experiment.state import Decided, Options, PhaseStopped, State
 from paritygate.receipts import canonical, lock_run, write_atomic
+from paritygate.receipts.lock import LOCK
 from paritygate.spec.experiment import Experiment
 
 Step = Callable[[State], Awaitable[Decided]]
@@ -149,12 +150,17 @@ def choose_directory(exp: Experiment, root: Path, output: Path | None, *, resume
         directory = Path(output).absolute()
     if directory.exists() and not resume:
         raise BadInputError(f"{directory} exists: give --resume to go on with it, or another --output.")
-    if resume and not (directory / "spec.json").is_file():
+    if resume and not (directory / "spec.json").is_file() and not killed_at_birth(directory):
         raise BadInputError(f"{directory} holds no run to resume (no spec.json).")
     above = next(parent for parent in directory.parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise BadInputError(f"--output {directory}: {above} is no folder that can be written to.")
     return directory
+
+
+def killed_at_birth(directory: Path) -> bool:
+    """Whether a run was killed after it made its directory and before it wrote anything into it but the lock."""
+    return directory.is_dir() and all(path.name.startswith((LOCK, ".spec.json.")) for path in directory.iterdir())
 
 
 def make_directory(directory: Path) -> None:
