@@ -83,6 +83,7 @@ def trajectory(arm: str, task: int, rollout: int, rng: random.Random) -> dict[st
         "sampler_logprobs": [-0.5 if on else None for on in mask],
         "prompt_length": 5,
         "turns": 2,
+        "messages": [{"role": "user", "content": f"Hello, task {task} <here>."}],
         "reward": float(rollout % 2),
         "ended_by": "user_stop",
         "advantages": [rng.uniform(-2, 2) * on for on in mask],

@@ -123,6 +123,7 @@ def test_the_heat_map_has_every_token_after_the_prompt_once(page: Page, run_dir:
         for row in (ends[0], ends[-1]):
             text = "".join(WORDS[token] for token in row["tokens"][row["prompt_length"] :])
             assert " ".join(text.split()) in page.text
+            assert f"Hello, task {row['task_index']} <here>." in page.text
             shown += sum(row["mask"])
     hints = [value for name, value in page.attributes if name == "title" and value.startswith("advantage")]
     assert len(hints) == shown

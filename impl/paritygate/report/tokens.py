@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paritygate.receipts import canonical, write_atomic
@@ -24,10 +24,12 @@ class Token:
 
 @dataclass(frozen=True)
 class Transcript:
-    """One episode for a reader: a title, what it scored, and its tokens after the prompt."""
+    """One episode for a reader: a title, what it scored, the user's opening, and the tokens after the prompt."""
 
     title: str
+    first_of_arm: bool
     scores: str
+    opening: str
     rationale: tuple[tuple[str, str], ...]
     tokens: tuple[Token, ...]
     largest: float
@@ -64,7 +66,9 @@ def write_vocabulary(run_dir: Path | str, decode: Callable[[list[int]], str]) ->
 def transcripts(run: RunFiles) -> list[Transcript]:
     """The chosen transcripts with their heat maps; token ids stand for texts where there is no vocabulary."""
     texts = read_object(run.directory / VOCABULARY) or {}
-    return [_transcript(arm, step, row, texts) for arm, step, row in chosen(run)]
+    shown = [_transcript(arm, step, row, texts) for arm, step, row in chosen(run)]
+    arms = [arm for arm, _, _ in chosen(run)]
+    return [replace(one, first_of_arm=arms.index(arms[i]) == i) for i, one in enumerate(shown)]
 
 
 def _transcript(arm: str, step: int, row: Record, texts: Record) -> Transcript:
@@ -82,15 +86,16 @@ def _transcript(arm: str, step: int, row: Record, texts: Record) -> Transcript:
         )
         for t in range(row.get("prompt_length", 0), len(row["tokens"]))
     )
-    judgement = row["judgement"]
-    scores = (
-        f"composite {judgement['composite']:.3f}; task reward {row['reward']:g}; {row['turns']} turns; "
-        f"ended by {row['ended_by']}"
-    )
+    judgement, opening = row["judgement"], next(iter(row.get("messages") or ()), Record())
+    turns = f"{row['turns']} turn" + ("s" if row["turns"] != 1 else "")
+    ended = f"{turns}, ended by {row['ended_by']}"
+    scores = f"composite {judgement['composite']:.3f}; task reward {row['reward']:g}; {ended}"
     rationale = judgement.get("rationale") or {}
     return Transcript(
         title=f"{arm}, step {step}, {row['split']} task {row['task_index']}, rollout {row['rollout']}",
+        first_of_arm=False,
         scores=scores,
+        opening=str(opening["content"]) if opening.get("role") == "user" else "",
         rationale=tuple((str(key), str(value)) for key, value in rationale.items()),
         tokens=tuple(_merged(tokens)),
         largest=largest,
