@@ -1,0 +1,116 @@
+"""Sessions that are asked for something else: another device, another implementation, a seed, the data."""
+
+import os
+from pathlib import Path
+
+from small_tree import Tree
+
+from paritygate.receipts.parity import read_parity_receipt
+
+FAKE_TORCH = """
+class cuda:
+    is_available = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 1)
+
+
+__version__ = "2.99.0+cu131"
+get_float32_matmul_precision = lambda: "highest"
+get_num_threads = lambda: 3
+"""
+
+
+def with_gpu(folder: Path) -> dict[str, str]:
+    """The environment of a machine with a GPU, as far as a session can tell."""
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text(FAKE_TORCH)
+    (folder / "torch" / "version.py").write_text("__version__ = '2.99.0+cu131'\ncuda: Optional[str] = '13.1'\n")
+    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H200, 570.1'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    return {"PYTHONPATH": str(folder), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_a_cuda_session_shows_the_same_obligations_and_leaves_a_receipt_for_that_device(
+    tree: Tree, tmp_path: Path
+) -> None:
+    machine = with_gpu(tmp_path / "machine")
+    (own,) = tree.receipts()
+    done = tree.python("-m", "pytest", "-q", "-m", "gpu", "--device", "cuda", **machine)
+    assert "parity: green, 4 obligations" in done.stdout, done
+    (receipt,) = [read_parity_receipt(path) for path in tree.receipts() if path != own]
+    shown = receipt.part("environment")
+    expected = {"device": "cuda", "gpu": "NVIDIA H200", "driver": "570.1", "cuda": "13.1", "torch": "2.99.0+cu131"}
+    assert {key: shown[key] for key in expected} == expected
+    assert tree.python("impl/verify.py", "--parity", "--device", "cuda", **machine).returncode == 0
+    tree.check_refused("no CUDA device can be named here", "--device", "cuda", PATH="/usr/bin:/bin")
+    tree.check_refused("torch is 2.99.0+cu131 here", **machine)  # the cpu receipt is for another torch
+
+
+def test_cuda_where_there_is_none_stops_at_once(bare: Tree) -> None:
+    for arguments, sentence in (
+        (("--device", "cuda"), "ERROR: --device cuda: torch "),
+        (("-m", "gpu", "--device", "cuda:7"), "ERROR: --device cuda:7: torch "),
+        (("-m", "gpu"), "ERROR: -m gpu runs on a CUDA device: add --device cuda."),
+        (("--device", "tpu"), "ERROR: --device tpu: parity is shown on cpu or cuda."),
+    ):
+        done = bare.python("-m", "pytest", "-q", *arguments, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 4, done
+        assert sentence in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_another_implementation_gets_a_table_and_no_receipt(bare: Tree, tmp_path: Path) -> None:
+    adapter = tmp_path / "elsewhere" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "__init__.py").write_text("")
+    (adapter / "toy.py").write_text("def value(numbers):\n    return max(number * number for number in numbers)\n")
+    done = bare.python("-m", "pytest", "tests/parity", "--implementation", "adapter", PYTHONPATH=str(adapter.parent))
+    rows = {
+        line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("toy/", "other/"))
+    }
+    assert "adapter against the definitions (cpu)" in done.stdout
+    assert rows["toy/sign"] == ["4", "0", "agrees"]
+    assert rows["toy/value"][-1] == "departs"
+    assert rows["other/value"] == ["0", "-", "not", "compared"]
+    assert "adapter has no other" in done.stdout
+    assert bare.receipts() == []
+    assert done.returncode == 1
+    done = bare.python("-m", "pytest", "tests/parity", "--implementation", "paritygate.losses")
+    assert done.stdout.count("agrees") == 4
+    assert (done.returncode, bare.receipts()) == (0, [])
+
+
+def test_an_obligation_that_the_spec_does_not_declare(bare: Tree) -> None:
+    bare.edit("tests/parity/test_toy.py", 'obligation("toy/sign")', 'obligation("toy/sing")')
+    done = bare.python("-m", "pytest", "tests/parity")
+    assert "spec/losses.json declares no obligation 'toy/sing'" in done.stdout + done.stderr
+    assert (done.returncode, bare.receipts()) == (4, [])
+
+
+def test_sessions_without_obligations_say_nothing_of_parity(bare: Tree) -> None:
+    (bare.root / "tests" / "test_plain.py").write_text("def test_plain():\n    pass\n")
+    done = bare.python("-m", "pytest", "tests", "--ignore", "tests/parity")
+    assert (done.returncode, "parity" in done.stdout.replace("tests/parity", "")) == (0, False), done
+
+
+def test_the_whole_suite_may_show_parity_too(bare: Tree) -> None:
+    (bare.root / "tests" / "test_plain.py").write_text("def test_plain():\n    pass\n")
+    assert "parity: green, 4 obligations" in bare.python("-m", "pytest").stdout
+    for path in bare.receipts():
+        path.unlink()
+    (bare.root / "tests" / "test_plain.py").write_text("def test_plain():\n    assert False\n")
+    done = bare.python("-m", "pytest")
+    assert "parity: NOT green, no receipt: pytest ended with exit code 1" in done.stdout, done
+    assert bare.receipts() == []
+
+
+DATA = "def test_data(tau_bench_dir):\n    assert tau_bench_dir.is_dir()\n"
+
+
+def test_the_data_may_be_missing_but_not_under_ci(bare: Tree, tmp_path: Path) -> None:
+    (bare.root / "tests" / "test_data.py").write_text(DATA)
+    command = ("-m", "pytest", "-q", "tests/test_data.py")
+    assert "1 skipped" in bare.python(*command).stdout
+    assert "names no tau-bench retail folder" in bare.python(*command, CI="1").stdout
+    assert bare.python(*command, CI="1").returncode == 1
+    (tmp_path / "tools_info.json").write_text("[]")
+    assert "1 passed" in bare.python(*command, CI="1", PARITYGATE_TAU_BENCH=str(tmp_path)).stdout
