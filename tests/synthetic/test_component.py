@@ -50,7 +50,7 @@ def test_the_artifact_says_what_ran_and_what_came_out(spec: Synthetic, tmp_path:
     assert facts["torch"] == torch.__version__
     assert facts["device"] == "cpu"
     assert facts["parity_receipt"] == "ab" * 32
-    assert len(facts["git"]["commit"] or "0" * 40) == 40
+    assert len(facts["commit"] or "0" * 40) == 40
     assert "None of them is a success rate" in facts["note"]
     assert not any("success_rate" in key or "accuracy" in key for key in facts["results"][0]["updates"][0])
     for name, digest in facts["sha256"].items():
@@ -87,7 +87,7 @@ def test_the_same_seed_writes_the_same_bytes_whatever_its_company(spec: Syntheti
     names = ("one.json", "two.json")
     one, two = (written(spec, tmp_path / name, seeds="43,42") for name in names)
     for facts in (one, two):
-        facts["git"] = facts["sha256"] = None  # others may commit to this checkout meanwhile
+        facts["commit"] = facts["dirty"] = facts["sha256"] = None  # others may commit to this checkout meanwhile
     assert one == two
     alone = written(spec, tmp_path / "alone.json", seeds=[42])
     assert alone["results"] == one["results"][1:]

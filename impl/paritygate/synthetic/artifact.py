@@ -24,7 +24,10 @@ MODULES = ("impl/paritygate/synthetic", "impl/paritygate/losses")
 def artifact(
     root: Path, spec: Synthetic, results: Sequence[SeedResult], *, device: str, parity: ParityReceipt
 ) -> dict[str, Any]:
-    """The artifact as JSON data: the same for the same tree, spec, seeds, device and torch (no clock is read)."""
+    """The artifact as JSON data: the same for the same tree, spec, seeds, device and torch (no clock is read).
+
+    `commit` is the full id that git gives for HEAD, and `dirty` whether files differ from it; None outside a checkout.
+    """
     return {
         "recipe": spec.recipe,
         "title": spec.title,
@@ -34,7 +37,7 @@ def artifact(
         "device": device,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "git": git_state(root),
+        **git_state(root),
         "parity_receipt": parity.sha256,
         "sha256": digests(root),
         "results": [
