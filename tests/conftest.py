@@ -84,7 +84,12 @@ def hypothesis_profile(config: pytest.Config) -> str | None:
     seed = config.getoption("--hypothesis-seed", default=None)
     hypothesis.configuration.set_hypothesis_home_dir(ROOT / ".hypothesis")
     hypothesis.settings.register_profile(
-        "parity", derandomize=seed is None, database=None, deadline=None, print_blob=True
+        "parity",
+        derandomize=seed is None,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a busy machine is no finding
     )
     hypothesis.settings.load_profile("parity")
     return None if seed is None else str(seed)
@@ -100,6 +105,7 @@ class Session:
         self.parity = False
         self.seen: set[str] = set()
         self.collected: set[str] = set()
+        self.failed: set[str] = set()  # obligations whose test failed otherwise than by a comparison
         self.runs: Counter[str] = Counter()
         self.troubles: list[str] = []
         self.lines: list[str] = []
@@ -136,10 +142,13 @@ class Session:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        self.book.current = obligations_of(item)
+        self.book.current, before = obligations_of(item), len(self.book.failures)
+        failures = item.session.testsfailed
         try:
             return (yield)
         finally:
+            if item.session.testsfailed > failures and len(self.book.failures) == before:
+                self.failed |= self.book.current
             self.book.current = frozenset()
 
     @pytest.hookimpl(wrapper=True)
@@ -244,7 +253,8 @@ class Session:
         for name in sorted(self.seen):
             result = results.get(name, {"comparisons": 0, "worst_margin": 0.0})
             margin = f"{result['worst_margin']:.3g}" if result["comparisons"] else "-"
-            verdict = "departs" if result["worst_margin"] > 1 else "agrees" if result["comparisons"] else "not compared"
+            verdict = "agrees" if result["comparisons"] else "not compared"
+            verdict = "departs" if result["worst_margin"] > 1 else "fails" if name in self.failed else verdict
             lines.append(f"{name:<{width}}  {result['comparisons']:>8}  {margin:>12}  {verdict}")
         return lines
 

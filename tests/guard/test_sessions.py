@@ -79,6 +79,17 @@ def test_another_implementation_gets_a_table_and_no_receipt(bare: Tree, tmp_path
     assert (done.returncode, bare.receipts()) == (0, [])
 
 
+def test_an_implementation_that_raises_does_not_agree(bare: Tree, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "__init__.py").write_text("")
+    (tmp_path / "adapter" / "toy.py").write_text(
+        "def value(numbers):\n    return numbers[0] ** 2 / (numbers[0] != 3)\n"
+    )
+    done = bare.python("-m", "pytest", "tests/parity", "--implementation", "adapter", PYTHONPATH=str(tmp_path))
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith("toy/")}
+    assert rows["toy/sign"] == ["3", "0", "fails"]
+
+
 def test_an_obligation_that_the_spec_does_not_declare(bare: Tree) -> None:
     bare.edit("tests/parity/test_toy.py", 'obligation("toy/sign")', 'obligation("toy/sing")')
     done = bare.python("-m", "pytest", "tests/parity")
