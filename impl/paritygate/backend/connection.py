@@ -167,12 +167,14 @@ async def _session(guard: Guard, *, embedded: bool) -> AsyncGenerator[Backend]:
         raise
     finally:
         await guard.close()
-        await _close(service, status)
+        await _close(service, status, seconds=10 if guard.process_ended() is None else 0.5)
 
 
-async def _close(service: "tinker.ServiceClient", status: Literal["success", "errored", "interrupted"]) -> None:
+async def _close(
+    service: "tinker.ServiceClient", status: Literal["success", "errored", "interrupted"], *, seconds: float
+) -> None:
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(seconds):
             await service.close(status)
     except Exception:
         # A service that is gone cannot be told that the session is over; its connections are dropped with the process.

@@ -52,6 +52,7 @@ class Guard:
     """Runs the SDK's calls: bounded retries where repeating is safe, and one watch over the service's health for all.
 
     patience: seconds without health before every waiting call fails. limit: seconds that one call may take in all.
+    tries, pause: how often a repeatable call is made, and the seconds before the second time, doubled for each after.
     process_ended: says why the embedded server's process is gone, or None while it runs.
     """
 
@@ -60,6 +61,7 @@ class Guard:
     patience: float = 60.0
     limit: float = 1800.0
     tries: int = 4
+    pause: float = 0.25
     interval: float = 5.0
     process_ended: Callable[[], str | None] = field(default=lambda: None)
     _waiting: int = 0
@@ -88,7 +90,7 @@ class Guard:
                 spent = time.monotonic() - started > self.patience
                 if attempt + 1 == self.tries or spent or not is_transient(error):
                     raise self._failed(what, error) from error
-                await asyncio.sleep(min(0.25 * 2**attempt, 8.0) * (1 + random.random() / 4))
+                await asyncio.sleep(min(self.pause * 2**attempt, 8.0) * (1 + random.random() / 4))
         raise AssertionError("unreachable: the last try returns or raises")
 
     async def close(self) -> None:
@@ -107,7 +109,7 @@ class Guard:
                 return call.result()
             if down.done():
                 down.result()
-            raise BackendError(f"{what}: {self.base_url} did not answer within {self.limit:.0f} s.")
+            raise BackendError(f"{what}: {self.base_url} did not answer within {self.limit:g} s.")
         finally:
             self._waiting -= 1
             if not call.done():
