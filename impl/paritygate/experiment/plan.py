@@ -145,6 +145,9 @@ def benchmark_facts(exp: Experiment, source: "Source") -> dict[str, Any]:
         "failing_gold_evaluated": _among(facts.failing_gold(source, evaluation.split, writes_only=True), held_out),
         "failing_gold_trained": _among(facts.failing_gold(source, train.split), trained),
         "same_gold_evaluated": [list(pair) for pair in facts.same_gold(source, evaluation.split, held_out)],
+        "same_gold_split": [list(pair) for pair in facts.same_gold(source, evaluation.split)] if other else [],
+        "split_tasks": len(source.tasks(evaluation.split)),
+        "train_split_writes_only": facts.writes_only(source, train.split),
         "users_evaluated": len(facts.users(source, evaluation.split, held_out)),
         "split_overlap": dataclasses.asdict(facts.overlap(source, evaluation.split, other)) if other else None,
         "users_shared_with_training": len(
@@ -156,12 +159,16 @@ def benchmark_facts(exp: Experiment, source: "Source") -> dict[str, Any]:
 def benchmark_lines(exp: Experiment, data: dict[str, Any]) -> tuple[str, ...]:
     """What an honest report must say of the tasks, in sentences."""
     n, split = exp.eval.n_examples, data["evaluation_split"]
-    idle, pairs = data["do_nothing_evaluated"], data["same_gold_evaluated"]
+    idle, pairs, whole = data["do_nothing_evaluated"], data["same_gold_evaluated"], data["do_nothing_split"]
+    elsewhere = [pair for pair in data["same_gold_split"] if pair not in pairs]
     lines = [
         f"Doing nothing scores 1.0 on {len(idle)} of the {n} evaluated tasks ({len(idle) / n:.1%})"
-        + (f": {_listed(idle)}." if idle else "."),
+        + (f": {_listed(idle)}" if idle else "")
+        + f", and on {len(whole)} of the {data['split_tasks']} {split} tasks ({len(whole) / data['split_tasks']:.1%}).",
         f"The evaluated tasks hold {data['users_evaluated']} users; pairs with the same gold: "
-        f"{', '.join('/'.join(map(str, pair)) for pair in pairs) or 'none'}. They are not independent draws.",
+        f"{_pairs(pairs)}"
+        + (f" (elsewhere in the split: {_pairs(elsewhere)})" if elsewhere else "")
+        + ". They are not independent draws.",
         f"Gold writes that themselves fail: {_listed(data['failing_gold_evaluated'])} evaluated, "
         f"{_listed(data['failing_gold_trained'])} trained on (flagged, not dropped).",
     ]
@@ -175,6 +182,10 @@ def benchmark_lines(exp: Experiment, data: dict[str, Any]) -> tuple[str, ...]:
         lines.append(
             f"Evaluation and training both use the {split} split, on disjoint tasks; "
             f"{data['users_shared_with_training']} users occur in both."
+        )
+    if data["train_split_writes_only"]:
+        lines.append(
+            f"The gold of every {data['train_split']} task is writes only: no reads, no expected outputs, no transfers."
         )
     if data["do_nothing_trained"]:
         lines.append(f"Doing nothing also scores 1.0 on training tasks {_listed(data['do_nothing_trained'])}.")
@@ -285,6 +296,10 @@ def _indices(selection: TaskSelection) -> tuple[int, ...]:
 
 def _among(found: Sequence[int], chosen: Sequence[int]) -> list[int]:
     return sorted(set(found) & set(chosen))
+
+
+def _pairs(pairs: Sequence[Sequence[int]]) -> str:
+    return ", ".join("/".join(map(str, pair)) for pair in pairs) or "none"
 
 
 def _listed(numbers: Sequence[int]) -> str:

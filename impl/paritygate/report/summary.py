@@ -137,8 +137,8 @@ def honest_notes(run: RunFiles) -> list[str]:
     notes += _room_notes(run)
     notes += _teacher_notes(run)
     notes.append(
-        "The benchmark's README calls these tasks outdated (its successors fix 26 retail tasks); the tasks of tau2 "
-        "retail derive from this benchmark's test split."
+        "The benchmark's README calls these tasks outdated (its successors fix 26 retail tasks). All tasks of tau2 "
+        "retail derive from this benchmark's test split, so a model trained on those has seen it."
     )
     return notes
 
@@ -176,6 +176,8 @@ def _grading_notes(run: RunFiles) -> list[str]:
     return [
         f"{len(loose)} evaluated rewards rest on an expected number found inside a longer one (the benchmark's rule).",
         f"Judge answers parsed at evaluation: {_share(first)} at the first try, {_share(parsed)} in the end.",
+        f"{sum((item.get('tries') or 1) > 1 for item in run.items)} evaluated episodes were played again after a fault "
+        "of the user simulator or of the judge.",
     ]
 
 

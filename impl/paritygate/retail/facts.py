@@ -34,6 +34,12 @@ def same_gold(source: Source, split: str, indices: Sequence[int] | None = None) 
     return [(one, other) for one, other in combinations(chosen, 2) if tasks[one].actions == tasks[other].actions]
 
 
+def writes_only(source: Source, split: str) -> bool:
+    """Whether the gold of every task of a split changes something with each action and expects no output."""
+    tasks = source.tasks(split)
+    return all(not task.outputs and all(action.name in WRITES for action in task.actions) for task in tasks)
+
+
 def users(source: Source, split: str, indices: Iterable[int] | None = None) -> Counter[str]:
     """How many of the tasks belong to each user."""
     tasks = source.tasks(split)
