@@ -1,6 +1,8 @@
 """`make data` from a folder and from a git repository of upstream's layout, whose Python is read and never run."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -116,8 +118,25 @@ def test_other_data_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(retail.DataError, match=r"git fetch failed \(.*\): name a folder"):
         fetch.fetch(str(upstream), tmp_path / "to")  # the pinned commit is not in it
     with pytest.raises(retail.DataError, match=r"git fetch failed \(.*\): name a folder"):
-        fetch.fetch(str(tmp_path / "nowhere"), tmp_path / "to")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["upstream"]
+        fetch.fetch(str(tmp_path / "nowhere"), tmp_path / "new" / "to")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["upstream"]  # not even the parent of `to`
+
+
+@pytest.mark.usefixtures("trusting")
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream = tmp_path / "upstream"
+    upstream.mkdir()
+    write_repository(upstream, SMALL)
+
+    def full(_origin: Path, to: Path) -> None:
+        to.mkdir()
+        (to / "orders.json").write_text("{", encoding="utf-8")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(retail.DataError, match="cannot be written .*No space left"):
+        fetch.fetch(str(upstream / RETAIL), tmp_path / "to")
+    assert [path.name for path in tmp_path.iterdir()] == ["upstream"]
 
 
 def test_a_folder_with_other_things_is_not_overwritten(tmp_path: Path) -> None:

@@ -40,18 +40,27 @@ def fetch(origin: str, to: Path, *, revision: str = TAU_BENCH.revision) -> str:
         except DataError:
             _refuse_others(to)
     try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=to.parent, prefix=".tau-bench-") as name:
-            filled = Path(name) / "data"
-            filled.mkdir()
-            _fill(origin, filled, revision)
-            checked(layout.read(filled), folder=Path(origin), place=origin)
-            if to.exists():
-                shutil.rmtree(to)
-            filled.rename(to)
+        with tempfile.TemporaryDirectory(prefix="tau-bench-") as name:
+            fetched = Path(name)
+            _fill(origin, fetched, revision)
+            checked(layout.read(fetched), folder=Path(origin), place=origin)
+            _put(fetched, to)
     except OSError as error:
         raise DataError(f"{to}: cannot be written ({error})") from error
     return f"{to} holds tau-bench retail at {TAU_BENCH.revision[:8]}, from {origin}."
+
+
+def _put(fetched: Path, to: Path) -> None:
+    """Make `to` a copy of `fetched` that appears whole or not at all."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    beside = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        shutil.copytree(fetched, beside)
+        if to.exists():
+            shutil.rmtree(to)
+        beside.rename(to)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _refuse_others(to: Path) -> None:
