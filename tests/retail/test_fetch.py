@@ -134,7 +134,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shutil, "copytree", full)
-    with pytest.raises(retail.DataError, match="cannot be written .*No space left"):
+    with pytest.raises(retail.DataError, match=r"cannot be written .*No space left"):
         fetch.fetch(str(upstream / RETAIL), tmp_path / "to")
     assert [path.name for path in tmp_path.iterdir()] == ["upstream"]
 
