@@ -77,7 +77,7 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
         return handler
 
     async def forward_backward(request: Request) -> Response:
-        return JSONResponse(service.forward_backward(await _body(request, service)).answer)
+        return JSONResponse(service.trainers.forward_backward(await _body(request, service)).answer)
 
     async def healthz(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -88,7 +88,7 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
                 "supported_models": [
                     {
                         "model_name": service.model_name,
-                        "max_context_length": service.network.shape.context,
+                        "max_context_length": service.engine.network.shape.context,
                         "trainable": True,
                         "sampleable": True,
                     }
@@ -106,6 +106,17 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
             {"sampler_id": sampler.id, "base_model": service.model_name, "model_path": sampler.model_path}
         )
 
+    async def get_session(request: Request) -> Response:
+        return JSONResponse(service.get_session(request.path_params["session_id"]))
+
+    async def checkpoints(request: Request) -> Response:
+        return JSONResponse(service.checkpoints(request.path_params["run"]))
+
+    async def delete_checkpoint(request: Request) -> Response:
+        where = request.path_params
+        service.store.delete(f"tinker://{where['run']}/{where['kind']}/{where['name']}")
+        return Response(status_code=204)
+
     async def retrieve(request: Request) -> Response:
         return await _retrieve(request, service)
 
@@ -116,26 +127,6 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
             service.promises.drop(promise)
         return Response(status_code=204)
 
-    def heartbeat(body: Fields) -> dict[str, Any]:
-        service.session(body.text("session_id"))
-        return {"type": "session_heartbeat"}
-
-    def get_info(body: Fields) -> dict[str, Any]:
-        model = service.model(body.text("model_id"))
-        folder = str(service.network.folder)
-        return {
-            "type": "get_info",
-            "model_id": model.id,
-            "model_data": {
-                "arch": type(service.network.model).__name__,
-                "model_name": service.model_name,
-                "tokenizer_id": folder,
-            },
-            "is_lora": True,
-            "lora_rank": model.spec.rank,
-            "model_name": service.model_name,
-        }
-
     config = {"pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False}
     return [
         ("GET", "healthz", healthz),
@@ -143,21 +134,25 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
         ("POST", "client/config", at_once(lambda body: config)),
         ("POST", "client/dynamic_config", at_once(lambda body: {"sample_cancel_enabled": True})),
         ("POST", "create_session", at_once(service.create_session)),
-        ("POST", "session_heartbeat", at_once(heartbeat)),
+        ("POST", "session_heartbeat", at_once(service.heartbeat)),
         ("POST", "telemetry", at_once(lambda body: {"status": "accepted"})),
         ("POST", "sessions/{session_id}/finish", finish),
-        ("POST", "get_info", at_once(get_info)),
+        ("GET", "sessions/{session_id}", get_session),
+        ("POST", "get_info", at_once(service.get_info)),
         ("POST", "create_sampling_session", at_once(service.create_sampling_session)),
         ("GET", "samplers/{sampler_id}", get_sampler),
-        ("POST", "create_model", promised(lambda body, raw: service.create_model(body))),
+        ("POST", "create_model", promised(service.create_model)),
         ("POST", "forward_backward", forward_backward),
-        ("POST", "optim_step", promised(service.optim_step)),
-        ("POST", "save_weights", promised(service.save_weights)),
-        ("POST", "save_weights_for_sampler", promised(service.save_weights_for_sampler)),
+        ("POST", "optim_step", promised(service.trainers.optim_step)),
+        ("POST", "save_weights", promised(service.trainers.save)),
+        ("POST", "save_weights_for_sampler", promised(service.trainers.save_for_sampler)),
         ("POST", "load_weights", promised(service.load_weights)),
         ("POST", "asample", promised(service.sample)),
         ("POST", "retrieve_future", retrieve),
         ("POST", "cancel_future", cancel),
+        ("POST", "weights_info", at_once(service.weights_info)),
+        ("GET", "training_runs/{run}/checkpoints", checkpoints),
+        ("DELETE", "training_runs/{run}/checkpoints/{kind}/{name}", delete_checkpoint),
     ]
 
 
@@ -169,8 +164,8 @@ async def _retrieve(request: Request, service: Service) -> Response:
         if service.promises.gone(promise_id):
             return _problem(f"the answer to {promise_id} is gone; send the request again", 410)
         return _problem(f"there is no request {promise_id!r}", 404)
-    if promise.session in service.sessions:
-        service.session(promise.session)
+    if promise.session in service.sessions.live:
+        service.sessions.get(promise.session)
     if promise.pending:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(promise.event.wait(), service.limits.poll_seconds)

@@ -1,4 +1,4 @@
-"""Keys, values and final hidden states of sequences, and the prefix cache that sequences of one weights version share."""
+"""Keys, values and hidden states of sequences, and the prefix cache that those of one weights version share."""
 
 import hashlib
 from collections import OrderedDict

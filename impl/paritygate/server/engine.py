@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,81 +13,11 @@ from torch import Tensor
 
 from paritygate.server.attention import CachedAttention, Span
 from paritygate.server.cache import PrefixCache, Sequence
+from paritygate.server.jobs import Batch, Row, SampleJob, SampleResult, Task, snapshot_of
 from paritygate.server.limits import Limits, RequestError
-from paritygate.server.lora import Snapshot, Weights
 from paritygate.server.network import MIN_ROWS, Network
-from paritygate.server.sampling import Decoder, SamplingParams, StopCheck, draw, log_normalizer, top_logprobs
-from paritygate.server.scoring import PromptScores, Scoring, score_prompt
-
-
-@dataclass
-class Sampled:
-    """One finished sample: ids, their logprobs in nats at temperature 1, and whether a stop ended it."""
-
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    top: list[tuple[list[int], list[float]]] = field(default_factory=list[tuple[list[int], list[float]]])
-    stopped: bool = False
-
-
-@dataclass
-class SampleResult:
-    """Everything that one sample request returns."""
-
-    samples: list[Sampled]
-    scores: PromptScores | None
-    cached_tokens: int
-
-
-@dataclass
-class SampleJob:
-    """A sample request inside the engine."""
-
-    prompt: list[int]
-    params: SamplingParams
-    num_samples: int
-    snapshot: Snapshot
-    scoring: Scoring | None
-    top_k: int
-    future: "Future[SampleResult]"
-    cancelled: bool = False
-    sequence: Sequence | None = None
-    cached_tokens: int = 0
-    scores: PromptScores | None = None
-    started: int = 0
-    finished: dict[int, Sampled] = field(default_factory=dict[int, Sampled])
-
-    def capacity(self) -> int:
-        return len(self.prompt) + self.params.max_tokens
-
-
-@dataclass
-class Row:
-    """One sample being decoded: its sequence holds the prompt and everything drawn but the last token."""
-
-    job: SampleJob
-    index: int
-    sequence: Sequence
-    stop: StopCheck
-    sampled: Sampled = field(default_factory=Sampled)
-
-
-@dataclass
-class Batch:
-    """One packed pass: spans of rows, who owns each, and which rows go through which weights."""
-
-    spans: list[Span] = field(default_factory=list[Span])
-    owners: list[Row | SampleJob] = field(default_factory=list[Row | SampleJob])
-    ranges: list[tuple[int, int, Weights]] = field(default_factory=list[tuple[int, int, Weights]])
-
-
-@dataclass
-class Task:
-    """Work on the engine's thread that is not sampling; it yields between bounded pieces and returns a result."""
-
-    steps: Iterator[None]
-    result: Callable[[], Any]
-    future: "Future[Any]"
+from paritygate.server.sampling import Decoder, StopCheck, draw, log_normalizer, top_logprobs
+from paritygate.server.scoring import score_prompt
 
 
 class Engine:
@@ -121,11 +50,16 @@ class Engine:
     def submit(self, job: SampleJob) -> None:
         self._inbox.put(job)
 
-    def run(self, steps: Iterator[None], result: Callable[[], Any]) -> "Future[Any]":
+    def run(self, steps: Iterator[None], result: Callable[[], Any]) -> Future[Any]:
         """Queue a generator of bounded pieces of work; its future gets `result()` once it is exhausted."""
         task = Task(steps, result, Future())
         self._inbox.put(task)
         return task.future
+
+    @property
+    def waiting_jobs(self) -> int:
+        """Sample requests that have not begun."""
+        return len(self._waiting) + self._inbox.qsize()
 
     def load(self) -> dict[str, int]:
         """Counts and bytes for the health report."""
@@ -204,7 +138,7 @@ class Engine:
                 if isinstance(owner, Row):
                     done.append((owner, rows[-1]))
             self._choose(done)
-        for job in [j for j in self._prefilling if _prefilled(j)]:
+        for job in [j for j in self._prefilling if j.prefilled]:
             self._prefilling.remove(job)
             self._finish_prefill(job)
         self._fork_rows()
@@ -240,7 +174,7 @@ class Engine:
         jobs = [j.sequence for j in [*self._prefilling, *self._forking] if j.sequence is not None]
         return sum(s.reserved for s in [*jobs, *(row.sequence for row in self._rows)])
 
-    def _plan(self) -> "Batch":
+    def _plan(self) -> Batch:
         """Lay out one pass: a token for every row, then prompt pieces within the budget; grouped by weights version.
 
         Every version gets MIN_ROWS rows, so that its low-rank products keep their bits too.
@@ -254,8 +188,8 @@ class Engine:
             if count:
                 pieces.append((job, job.sequence, count))
         batch, row = Batch(), 0
-        pieces.sort(key=lambda piece: _snapshot(piece[0]).version)
-        for _, group in itertools.groupby(pieces, key=lambda piece: _snapshot(piece[0]).version):
+        pieces.sort(key=lambda piece: snapshot_of(piece[0]).version)
+        for _, group in itertools.groupby(pieces, key=lambda piece: snapshot_of(piece[0]).version):
             start, owner = row, None
             for owner, sequence, count in group:
                 batch.spans.append(Span(sequence, row, sequence.done, count))
@@ -263,10 +197,10 @@ class Engine:
                 row += count
             assert owner is not None
             row = max(row, start + MIN_ROWS)
-            batch.ranges.append((start, row, _snapshot(owner)))
+            batch.ranges.append((start, row, snapshot_of(owner)))
         return batch
 
-    def _forward(self, batch: "Batch") -> Tensor:
+    def _forward(self, batch: Batch) -> Tensor:
         total = batch.ranges[-1][1]
         tokens = torch.zeros(total, dtype=torch.long)
         positions = torch.zeros(total, dtype=torch.long)
@@ -374,11 +308,3 @@ class Engine:
         self._waiting.clear()
         self._tasks.clear()
         self.prefix.clear()
-
-
-def _snapshot(owner: Row | SampleJob) -> Snapshot:
-    return owner.job.snapshot if isinstance(owner, Row) else owner.snapshot
-
-
-def _prefilled(job: SampleJob) -> bool:
-    return job.sequence is not None and job.sequence.done >= len(job.prompt)

@@ -50,7 +50,7 @@ class Fields:
             raise RequestError(f"{self.where}.{name} must be true or false, found {value!r}", 422)
         return value
 
-    def object(self, name: str) -> "Fields":
+    def child(self, name: str) -> "Fields":
         return Fields(self.data.get(name), f"{self.where}.{name}")
 
     def items(self, name: str) -> list[object]:
@@ -60,7 +60,7 @@ class Fields:
         return cast(list[object], value)
 
 
-def check_tokens(tokens: np.ndarray, shape: Shape, where: str) -> list[int]:
+def check_tokens(tokens: np.ndarray, shape: Shape, where: str) -> "list[int]":
     """Ids inside the vocabulary, at most a context of them; returns them as a list."""
     if tokens.size == 0:
         raise RequestError(f"{where}: no tokens")
@@ -69,7 +69,8 @@ def check_tokens(tokens: np.ndarray, shape: Shape, where: str) -> list[int]:
     bad = np.flatnonzero((tokens < 0) | (tokens >= shape.vocabulary))
     if bad.size:
         raise RequestError(
-            f"{where}: token {int(tokens[bad[0]])} at position {int(bad[0])} is outside the vocabulary of {shape.vocabulary}"
+            f"{where}: token {int(tokens[bad[0]])} at position {int(bad[0])} is outside the vocabulary of "
+            f"{shape.vocabulary}"
         )
     return cast(list[int], tokens.tolist())
 

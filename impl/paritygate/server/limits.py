@@ -26,7 +26,7 @@ class Limits:
     adapters: int = 16
     lora_rank: int = 256
     sessions: int = 1024
-    samplers: int = 64
+    sampler_bytes: int = 1024**3
     rows: int = 64
     prefill_tokens: int = 512
     train_tokens: int = 768
@@ -35,7 +35,7 @@ class Limits:
     result_bytes: int = 512 * 1024**2
     poll_seconds: float = 30.0
     out_of_order_seconds: float = 60.0
-    session_seconds: float = 600.0
+    session_seconds: float = 300.0
 
 
 @dataclass(frozen=True)

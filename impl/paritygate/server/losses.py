@@ -4,6 +4,7 @@ Source of every formula and default here: https://tinker-docs.thinkingmachines.a
 Where that documentation gives no formula or no default, the request is refused and the error says so.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -48,7 +49,7 @@ def ppo(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
 
 
 def cispo(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
-    """-sum(stop_gradient(clamp(ratio, low, high)) * logprobs * A), 0.8 and 1.2 unless given. Source: .../losses/cispo."""
+    """-sum(stop_gradient(clamp(ratio, low, high)) * logprobs * A), thresholds as ppo. Source: .../losses/cispo."""
     low, high = _thresholds(config)
     ratio = torch.exp(logprobs - datum.of("logprobs")).clamp(low, high).detach()
     return -(ratio * logprobs * datum.of("advantages")).sum()
@@ -122,6 +123,6 @@ def _thresholds(config: Config) -> tuple[float, float]:
 
 def _number(config: Config, name: str) -> float | None:
     value = config.get(name)
-    if isinstance(value, str) or (value is not None and value != value):
-        raise RequestError(f"loss_fn_config[{name!r}] must be a number, found {value!r}")
+    if isinstance(value, str) or (value is not None and not math.isfinite(value)):
+        raise RequestError(f"loss_fn_config[{name!r}] must be a finite number, found {value!r}")
     return value

@@ -6,7 +6,7 @@ Every row's result has the same bits whatever else is in the batch (design/030):
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -22,7 +22,7 @@ MIN_ROWS = 16  # with fewer rows a CPU matrix product takes another path and oth
 
 
 class Attention(Protocol):
-    """Attention of one forward pass, fp32: q (H, T, D), k and v (K, T, D) -> (H, T, D); `scale` multiplies the scores."""
+    """Attention of one pass, fp32: q (H, T, D), k and v (K, T, D) -> (H, T, D); `scale` multiplies the scores."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
 
@@ -40,6 +40,7 @@ class Network:
             str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, attn_implementation=_NAME
         )
         self.model: nn.Module = cast(nn.Module, model).eval().requires_grad_(False)
+        self.arch = type(model).__name__
         self.shape = _shape(model.config, model.generation_config)
         self.routes = Routes()
         self._attention: Attention | None = None
@@ -47,11 +48,13 @@ class Network:
         head = cast(nn.Linear, model.get_output_embeddings())
         self.head_weight, self.head_bias = head.weight, head.bias
         self.targets = self._adapt()
-        self._layers = [m for m in self.body.modules() if hasattr(m, "gradient_checkpointing") and m is not self.body]
+        self._layers: list[Any] = [
+            module
+            for module in self.body.modules()
+            if hasattr(module, "gradient_checkpointing") and module is not self.body
+        ]
         for layer in self._layers:
-            layer._gradient_checkpointing_func = functools.partial(  # pyright: ignore[reportAttributeAccessIssue]
-                checkpoint, use_reentrant=False
-            )
+            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
 
     def _adapt(self) -> list[Target]:
         """Replace every linear layer of the body by one that adapters can reach; list what can be adapted."""
@@ -73,7 +76,7 @@ class Network:
         return targets
 
     @contextlib.contextmanager
-    def routed(self, ranges: list[tuple[int, int, Weights]], attention: Attention) -> Iterator[None]:
+    def routed(self, ranges: list[tuple[int, int, Weights]], attention: Attention) -> Generator[None]:
         """Set which rows use which weights and what attends, for the passes (and their backward) inside."""
         self.routes.ranges, self._attention = ranges, attention
         try:
@@ -87,7 +90,7 @@ class Network:
         With `recompute`, layers keep only their input and run again in the backward pass: less memory, a third slower.
         """
         for layer in self._layers:
-            layer.gradient_checkpointing = recompute  # pyright: ignore[reportAttributeAccessIssue]
+            layer.gradient_checkpointing = recompute
             layer.training = recompute  # of the layer alone: its parts stay as they are, so nothing is dropped out
         out = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]

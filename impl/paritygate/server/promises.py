@@ -1,6 +1,7 @@
 """Promises: what a client polls for. Results stay until they are fetched and a while after, within a memory bound."""
 
 import asyncio
+import json
 import time
 import uuid
 from collections import OrderedDict
@@ -12,6 +13,8 @@ from typing import Any
 from paritygate.errors import ParityGateError
 from paritygate.server.limits import Limits
 
+PROTOBUF = "application/x-protobuf"
+
 
 @dataclass(frozen=True)
 class Payload:
@@ -19,6 +22,10 @@ class Payload:
 
     body: bytes
     media_type: str
+
+
+def json_payload(value: object) -> Payload:
+    return Payload(json.dumps(value).encode(), "application/json")
 
 
 @dataclass

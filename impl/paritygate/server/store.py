@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paritygate.server.fields import Fields
 from paritygate.server.limits import RequestError
 from paritygate.server.lora import Adapter, LoraSpec, Snapshot, Target
 
@@ -45,6 +47,11 @@ class Checkpoint:
     @property
     def path(self) -> str:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+    @property
+    def version(self) -> str:
+        """Names these weights: an overwritten checkpoint is another version."""
+        return f"{self.path}@{self.created!r}"
 
     @property
     def spec(self) -> LoraSpec:
@@ -111,6 +118,25 @@ class Store:
             shutil.rmtree(scratch, ignore_errors=True)
         return checkpoint
 
+    def writer(
+        self, body: Fields, run: str, kind: Kind, base_model: str, seq: int | None
+    ) -> Callable[[Adapter], Checkpoint]:
+        """Check the fields of a save request; returns what writes the checkpoint when its turn comes."""
+        name = body.optional_text("path")
+        name = check_name(name) if name is not None else f"{seq or 0:06d}"
+        ttl = body.optional_integer("ttl_seconds", low=1, high=315_576_000)
+        overwrite = body.flag("overwrite", kind == "sampler_weights")
+        metadata = body.data.get("user_metadata")
+        if metadata is not None and not isinstance(metadata, dict):
+            raise RequestError("body.user_metadata must be an object of strings", 422)
+
+        def write(adapter: Adapter) -> Checkpoint:
+            return self.save(
+                adapter, run, kind, name, base_model, ttl_seconds=ttl, overwrite=overwrite, user_metadata=metadata
+            )
+
+        return write
+
     def find(self, path: str) -> Checkpoint:
         """The checkpoint of that path; RequestError (404) if there is none or it has expired."""
         run, kind, name = self.parse(path)
@@ -132,8 +158,8 @@ class Store:
         named = dict(adapter.parameters())
         if {n: t.shape for n, t in weights.items()} != {n: p.shape for n, p in named.items()}:
             raise RequestError(
-                f"checkpoint {checkpoint.path} (rank {checkpoint.rank}) does not fit this model (rank {adapter.spec.rank} "
-                "or other layers): create the client from the state instead"
+                f"checkpoint {checkpoint.path} (rank {checkpoint.rank}) does not fit this model (rank "
+                f"{adapter.spec.rank}) or its trained layers: create the client from the state instead"
             )
         moments: dict[str, Tensor] = {}
         if optimizer and checkpoint.kind != "weights":
@@ -148,10 +174,10 @@ class Store:
         adapter.moments = {n: (moments[f"{n}.m"], moments[f"{n}.v"]) for n in named if f"{n}.m" in moments}
 
     def snapshot(self, checkpoint: Checkpoint, targets: list[Target], dtype: torch.dtype) -> Snapshot:
-        """Frozen weights of a checkpoint, named by its path and time so that an overwritten one is another version."""
+        """Frozen weights of a checkpoint."""
         adapter = Adapter(checkpoint.spec, targets)
         self.load_into(adapter, checkpoint, optimizer=False)
-        return adapter.freeze(f"{checkpoint.path}@{checkpoint.created!r}", dtype)
+        return adapter.freeze(checkpoint.version, dtype)
 
     def listed(self, run: str | None = None) -> list[Checkpoint]:
         """Every live checkpoint, oldest first."""
@@ -166,6 +192,28 @@ class Store:
             except RequestError:
                 continue
         return sorted(found, key=lambda c: c.created)
+
+    def sweep(self) -> None:
+        """Delete what has expired."""
+        self.listed()
+
+    def spill(self, snapshot: Snapshot, name: str) -> Path:
+        """Write frozen weights to a scratch file that `unspill` reads back."""
+        path = self.folder / ".spilled" / f"{name}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        tensors: dict[str, Tensor] = {}
+        for target, (a, b, scale) in snapshot.pairs.items():
+            tensors |= {f"{target}|A": a, f"{target}|B": b, f"{target}|scale": torch.tensor(scale, dtype=torch.double)}
+        save_file(tensors, path)
+        return path
+
+    def unspill(self, path: Path, version: str) -> Snapshot:
+        """Read spilled weights and delete their file."""
+        tensors = load_file(path)
+        path.unlink()
+        names = [name.removesuffix("|A") for name in tensors if name.endswith("|A")]
+        pairs = {n: (tensors[f"{n}|A"], tensors[f"{n}|B"], float(tensors[f"{n}|scale"])) for n in names}
+        return Snapshot(version, pairs)
 
     def delete(self, path: str) -> None:
         checkpoint = self.find(path)
@@ -185,10 +233,11 @@ class Store:
 
 
 def check_name(name: str) -> str:
-    """A checkpoint's name: letters, digits, dot, dash and underscore, no leading dot, so that it cannot leave its folder."""
+    """A checkpoint's name: letters, digits, dots, dashes, underscores; so that it cannot leave its folder."""
     if not _NAME.fullmatch(name):
         raise RequestError(
-            f"checkpoint name {name!r}: use 1 to 128 letters, digits, dots, dashes or underscores, starting with a letter or digit"
+            f"checkpoint name {name!r}: use 1 to 128 letters, digits, dots, dashes or underscores, the first a letter "
+            "or a digit"
         )
     return name
 

@@ -5,8 +5,8 @@ from typing import cast
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
-from paritygate.server.engine import SampleResult
 from paritygate.server.fields import Fields, check_tokens, dense_rows
+from paritygate.server.jobs import SampleResult
 from paritygate.server.limits import Limits, RequestError, Shape
 from paritygate.server.sampling import SamplingParams
 from paritygate.server.scoring import Scoring
@@ -17,7 +17,7 @@ EMPTY_TOKEN, EMPTY_LOGPROB = 0, -99999.0  # the SDK's marks of an empty top-k ce
 def decode_prompt(fields: Fields, shape: Shape) -> list[int]:
     """The prompt's ids from its encoded_text chunks."""
     tokens: list[object] = []
-    for index, chunk in enumerate(fields.object("prompt").items("chunks")):
+    for index, chunk in enumerate(fields.child("prompt").items("chunks")):
         part = Fields(chunk, f"body.prompt.chunks[{index}]")
         if part.data.get("type", "encoded_text") != "encoded_text":
             raise RequestError(f"{part.where}: only encoded_text chunks are served, found {part.data.get('type')!r}")
@@ -30,7 +30,7 @@ def decode_prompt(fields: Fields, shape: Shape) -> list[int]:
 
 def decode_sampling_params(fields: Fields, prompt: list[int], shape: Shape, seed: int) -> SamplingParams:
     """Sampling parameters with defaults filled in; `seed` is used where the request names none."""
-    params = fields.object("sampling_params")
+    params = fields.child("sampling_params")
     room = shape.context - len(prompt)
     asked = params.optional_integer("max_tokens", low=1)
     # A scoring request is one token past its prompt, and a prompt may fill the context.
@@ -94,7 +94,7 @@ def decode_scoring(fields: Fields, prompt: list[int], params: SamplingParams, li
 def _targets(fields: Fields, prompt: list[int], limits: Limits) -> tuple[tuple[int, ...], ...] | None:
     if fields.data.get("target_prompt_logprobs") is None:
         return None
-    matrix = decode_targets(fields.object("target_prompt_logprobs"), len(prompt) - 1)
+    matrix = decode_targets(fields.child("target_prompt_logprobs"), len(prompt) - 1)
     if matrix.size > limits.scored_cells:
         raise RequestError(f"target_prompt_logprobs has {matrix.size} cells; at most {limits.scored_cells} are scored")
     if not bool((matrix >= 0).any()):
@@ -149,7 +149,7 @@ def encode_sample(result: SampleResult, prompt: list[int], body: Fields) -> byte
     if body.data.get("topk_prompt_logprobs"):
         message.topk_prompt_logprobs.CopyFrom(_topk(scores.top))
     if body.data.get("target_prompt_logprobs") is not None:
-        message.target_prompt_logprobs.CopyFrom(_scored(scores.targets, body.object("target_prompt_logprobs"), prompt))
+        message.target_prompt_logprobs.CopyFrom(_scored(scores.targets, body.child("target_prompt_logprobs"), prompt))
     if body.data.get("prompt_alt_tokens_k"):
         shape = [len(prompt) - 1, len(scores.alternatives[0][0])] if scores.alternatives else [0, 0]
         ids = np.asarray([ids for ids, _ in scores.alternatives], dtype="<i4")

@@ -18,15 +18,12 @@ _FLOATS = {pb.DTYPE_FLOAT32: np.float32}
 _INTEGERS = {pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 
 
-def decode_forward_backward(
-    body: bytes, shape: Shape, limits: Limits
-) -> "tuple[pb.ForwardBackwardRequest, list[Datum]]":
-    """Parse and check a ForwardBackwardRequest; RequestError names the datum and field at fault."""
-    message = parse_forward_backward(body)
+def decode_data(message: "pb.ForwardBackwardRequest", shape: Shape, limits: Limits) -> list[Datum]:
+    """Check the loss and every datum; RequestError names the datum and field at fault."""
     if not 1 <= len(message.data) <= limits.datums_per_request:
         raise RequestError(f"data: {len(message.data)} datums; a request takes 1 to {limits.datums_per_request}")
     _, needed = find_loss(message.loss_fn, loss_config(message))
-    return message, [_datum(d, needed, shape, f"data[{i}]") for i, d in enumerate(message.data)]
+    return [_datum(datum, needed, shape, f"data[{index}]") for index, datum in enumerate(message.data)]
 
 
 def parse_forward_backward(body: bytes) -> "pb.ForwardBackwardRequest":
@@ -154,7 +151,7 @@ def decode_adam(fields: Fields) -> AdamParams:
     """The adam_params of an optim_step; RequestError for another optimiser or a value out of range."""
     if fields.data.get("adam_params") is None:
         raise RequestError("optim_step: only adam_params are served (AdamW); found " + ", ".join(sorted(fields.data)))
-    adam = fields.object("adam_params")
+    adam = fields.child("adam_params")
     huge = 1e30
     return AdamParams(
         learning_rate=adam.number("learning_rate", 1e-4, low=0, high=huge),
