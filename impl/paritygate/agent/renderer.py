@@ -66,7 +66,8 @@ def resolve(name: str, model: str) -> str:
 def load(name: str, tokenizer: Any, *, model: str | None = None, thinking: bool = False) -> Renderer:
     """The renderer called `name` ("auto": by the model's name) over `tokenizer`; non-thinking unless asked.
 
-    Raises BadInputError when no renderer is known, or the tokenizer lacks the tokens that its format needs.
+    Raises BadInputError when no renderer is known, the tokenizer lacks the tokens that its format needs, or harmony's own
+    vocabulary (gpt-oss) cannot be loaded.
     """
     resolved = resolve(name, model or str(getattr(tokenizer, "name_or_path", "")))
     guarded = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
