@@ -1,4 +1,4 @@
-"""SPOD with logits given, forward and backward: ours, plain autograd, TRL, torchtune, and the floor of moving the bytes.
+"""SPOD with logits given, forward and backward: ours, plain autograd, TRL, torchtune, the floor of moving the bytes.
 
 Peers are measured where installed (`pip install --no-deps trl==1.16.0 torchtune`); none of them has a gate, so they
 compute the forward KL alone. Results are compared before anything is timed.
@@ -51,9 +51,9 @@ def plain(data: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor
 
 def contestants(data: dict[str, Tensor], buffer: Tensor) -> dict[str, Run]:
     """Each runs forward and backward once, on logits that are a leaf."""
-    leaf = data["student_logits"].detach().requires_grad_()
+    leaf = data["student_logits"].requires_grad_()
     mine: dict[str, Any] = {**data, "student_logits": leaf}
-    rows, vocabulary = leaf.shape
+    rows = leaf.shape[0]
 
     def through(loss: Any) -> Run:
         def run() -> Tensor:
@@ -108,13 +108,22 @@ def check(rows: int, vocabulary: int, dtype: torch.dtype, device: str) -> None:
                 agree(f"{name}, {dtype}", run(), exact.grad, TOLERANCE[dtype])
 
 
+def extra_of(runs: dict[str, Run], data: dict[str, Tensor], device: str) -> dict[str, int | None]:
+    """Extra bytes of each, with no gradient left over from the one before."""
+    extra: dict[str, int | None] = {}
+    for name, run in runs.items():
+        data["student_logits"].grad = None
+        extra[name] = extra_bytes(run, device)
+    return extra
+
+
 def measure(rows: int, vocabulary: int, dtype: torch.dtype, device: str, repeats: int) -> dict[str, Any]:
     """Median times, ratios and extra memory of every contestant, and the floor: copying moves 2 N V numbers, we 3."""
     data = problem(rows, vocabulary, dtype, device)
     buffer = data["student_logits"].clone()
     runs = contestants(data, buffer)
     size = buffer.numel() * buffer.element_size()
-    extra = {name: extra_bytes(run, device) for name, run in runs.items()}
+    extra = extra_of(runs, data, device)
     times = interleaved({"copy": lambda: buffer.copy_(data["teacher_logits"]), **runs}, repeats, device)
     floor = 1.5 * times.pop("copy")
     trl = times.get("TRL generalized_jsd, beta 0", math.nan)
@@ -146,7 +155,7 @@ def sweep(dtype: torch.dtype, device: str, repeats: int) -> list[dict[str, Any]]
             kept = {
                 k: v for k, v in contestants(data, buffer).items() if k.startswith(("plain", "ours, a", "ours, in"))
             }
-            extra = {name: extra_bytes(run, device) for name, run in kept.items()}
+            extra = extra_of(kept, data, device)
             times = interleaved(kept, repeats, device)
             points.append({"axis": axis, "rows": rows, "vocabulary": vocabulary, "seconds": times, "extra": extra})
             print(f"N = {rows}, V = {vocabulary}: " + ", ".join(f"{k} {1e3 * t:.3g} ms" for k, t in times.items()))

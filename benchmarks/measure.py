@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "impl"))
-import torch  # noqa: E402
+import torch
 
 Run = Callable[[], object]
 
@@ -95,14 +95,15 @@ def peer_file(package: str, path: str) -> ModuleType | None:
         print(f"  {package} is left out: it is not installed")
         return None
     loader = importlib.util.spec_from_file_location(f"_{package}_alone", file)
-    assert loader and loader.loader
+    assert loader
+    assert loader.loader
     module = importlib.util.module_from_spec(loader)
     loader.loader.exec_module(module)
     return module
 
 
 def agree(what: str, ours: Any, theirs: Any, tolerance: float) -> None:
-    """Stops the benchmark where two results differ by more than `tolerance` of the largest entry: no number is printed."""
+    """Stops the benchmark where two results differ by more than `tolerance` of the largest entry, before any number."""
     ours, theirs = (torch.as_tensor(x, dtype=torch.float64).cpu() for x in (ours, theirs))
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     if not difference <= tolerance:
@@ -119,7 +120,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     widths = [max(len(line[i]) for line in text) for i in range(len(names))]
     lines = [
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
         for line in text
     ]
     return "\n".join(lines)

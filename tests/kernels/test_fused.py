@@ -1,0 +1,229 @@
+"""The fused loss against the loss of its logits: any chunk, long actions, protection, early exit, gradients."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from kernel_batches import batch
+from torch import Tensor
+
+from paritygate.losses import _spod_fused, _spod_ops, spod
+
+VOCABULARY, WIDTH, TEACHER_WIDTH = 301, 24, 40
+EPISODES = [[1, 3, 2], [40], [5, 1], [2, 2], [9, 20, 1]]
+LIMIT = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+DTYPES = pytest.mark.parametrize("dtype", LIMIT, ids=str)
+
+
+def heads(dtype: torch.dtype, sure: float = 0.0) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Student hidden and head, the teacher's, and what comes with them; the action taken gains about `sure` nats."""
+    data = batch(EPISODES, VOCABULARY, dtype)
+    torch.manual_seed(1)
+    count = len(data["actions"])
+    head, hidden = torch.randn(VOCABULARY, WIDTH) * 0.3, torch.randn(count, WIDTH)
+    hidden += sure * head[data["actions"]] / head[data["actions"]].square().sum(1, keepdim=True)
+    teacher = [torch.randn(count, TEACHER_WIDTH), torch.randn(VOCABULARY, TEACHER_WIDTH) * 0.3]
+    rest = {name: data[name] for name in ("actions", "action_index", "episode_index", "success")}
+    return [hidden.to(dtype), head.to(dtype)], [x.to(dtype) for x in teacher], rest
+
+
+def expected(student: list[Tensor], teacher: list[Tensor], rest: dict[str, Tensor], **options: Any) -> Any:
+    """The loss of the logits, and its gradients for hidden states and head by the chain rule in float64."""
+    logits = (student[0] @ student[1].t()).requires_grad_()
+    result = spod.success_preserving_loss(logits, teacher[0] @ teacher[1].t(), **rest, **options)
+    (slope,) = torch.autograd.grad(result.loss, logits)
+    return result, slope.double() @ student[1].double(), slope.double().t() @ student[0].double()
+
+
+def close(actual: Tensor, target: Tensor, limit: float) -> None:
+    assert (actual.double() - target).abs().max() <= limit * target.abs().max() + 1e-12
+
+
+@DTYPES
+@pytest.mark.parametrize("sure", [0.0, 3.0, 40.0])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("chunk", [None, 1, 3, 7, 16])
+def test_the_loss_of_the_logits(dtype: torch.dtype, sure: float, exact: bool, chunk: int | None) -> None:
+    student, teacher, rest = heads(dtype, sure)
+    result, of_hidden, of_head = expected(student, teacher, rest, floor_weight=0.6)
+    leaves = [x.clone().requires_grad_() for x in student]
+    fused = spod.fused_linear_success_preserving_loss(
+        *leaves, *teacher, **rest, floor_weight=0.6, chunk_tokens=chunk, exact_teacher_logprob=exact
+    )
+    (3.0 * fused.loss).backward()
+    limit = LIMIT[dtype]
+    assert torch.equal(fused.gate, result.gate)
+    assert fused.gate.any()
+    assert not fused.gate.all()
+    close(fused.loss.detach(), result.loss.detach().double(), limit)
+    for name in ("student_logprob", "kl", "floor"):
+        close(getattr(fused, name), getattr(result, name).double(), limit)
+    for leaf, target in zip(leaves, (of_hidden, of_head), strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == dtype
+        close(leaf.grad, 3.0 * target, limit)
+    if exact:
+        close(fused.teacher_logprob, result.teacher_logprob.double(), limit)
+    else:
+        assert (fused.teacher_logprob >= result.teacher_logprob - limit * result.teacher_logprob.abs()).all()
+        assert torch.allclose(
+            fused.teacher_logprob[~fused.gate], result.teacher_logprob[~fused.gate], rtol=limit, atol=0
+        )
+
+
+class Counted:
+    """How many multiplications a run does, in units of one GEMM of all rows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+        self.done, self.rows = 0.0, rows
+        logits, product = _spod_fused.Head.logits, _spod_fused.add_product
+
+        def counted_logits(head: Any, out: Tensor, rows: slice) -> Tensor:
+            self.done += out.shape[0] / self.rows
+            return logits(head, out, rows)
+
+        def counted_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+            self.done += 2 * hidden.shape[0] / self.rows  # dH has as many rows
+            product(total, gradient, hidden)
+
+        monkeypatch.setattr(_spod_fused.Head, "logits", counted_logits)
+        monkeypatch.setattr(_spod_fused, "add_product", counted_product)
+
+
+@pytest.mark.parametrize(
+    ("sure", "success", "chunk", "multiplications"),
+    [
+        (0.0, False, 16, 4.0),  # nothing protected: logits twice, gradients twice
+        (0.0, False, 7, 4.0),  # long actions of failed episodes wait for no gate
+        (40.0, True, 16, 2.0),  # everything protected and above the floor: no backward at all, long actions too
+        (40.0, True, 7, 2.0),
+    ],
+)
+def test_protected_actions_cost_no_backward(
+    sure: float, success: bool, chunk: int, multiplications: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, teacher, rest = heads(torch.float32, sure)
+    rest["success"][:] = success
+    counted = Counted(monkeypatch, len(rest["actions"]))
+    leaves = [x.clone().requires_grad_() for x in student]
+    result = spod.fused_linear_success_preserving_loss(*leaves, *teacher, **rest, chunk_tokens=chunk)
+    assert bool(result.gate.all()) is success
+    assert counted.done == pytest.approx(multiplications)
+
+
+def test_an_early_exit_reads_less_of_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher, rest = heads(torch.float32, 40.0)
+    rest["success"][:] = True
+    rows = 0
+    scatter, logits = _spod_fused.Fused._scatter_teacher, _spod_fused.Head.logits
+
+    def counted_scatter(self: Any, span: slice, q: Tensor, logprobs: Tensor, chosen: Tensor) -> None:
+        nonlocal rows
+        rows += int(chosen.sum())
+        scatter(self, span, q, logprobs, chosen)
+
+    def counted_logits(head: Any, out: Tensor, span: slice) -> Tensor:
+        nonlocal rows
+        rows += out.shape[0] if head.hidden.shape[1] == TEACHER_WIDTH else 0
+        return logits(head, out, span)
+
+    monkeypatch.setattr(_spod_fused.Fused, "_scatter_teacher", counted_scatter)
+    monkeypatch.setattr(_spod_fused.Head, "logits", counted_logits)
+    spod.fused_linear_success_preserving_loss(*student, *teacher, **rest, chunk_tokens=24, exact_teacher_logprob=False)
+    assert 0 < rows <= 0.7 * len(rest["actions"])
+
+
+def test_no_tile_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of N x V entries is ever made: every operator that sees logits sees a chunk of them."""
+    student, teacher, rest = heads(torch.float32)
+    seen: list[int] = []
+    statistics = _spod_ops.statistics
+
+    def watched(p: Tensor, q: Tensor, actions: Tensor) -> Tensor:
+        seen.append(p.shape[0])
+        return statistics(p, q, actions)
+
+    monkeypatch.setattr(_spod_ops, "statistics", watched)
+    spod.fused_linear_success_preserving_loss(*student, *teacher, **rest, chunk_tokens=8)
+    assert max(seen) <= 8
+    assert sum(seen) == len(rest["actions"])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_only_the_gradients_that_are_wanted(which: int) -> None:
+    student, teacher, rest = heads(torch.float32)
+    _, *targets = expected(student, teacher, rest)
+    leaves = [x.clone().requires_grad_(i == which) for i, x in enumerate(student)]
+    spod.fused_linear_success_preserving_loss(*leaves, *teacher, **rest, chunk_tokens=16).loss.backward()
+    assert leaves[1 - which].grad is None
+    assert leaves[which].grad is not None
+    close(leaves[which].grad, targets[which], 5e-6)
+
+
+def test_the_teacher_is_frozen_and_a_second_backward_is_refused() -> None:
+    student, teacher, rest = heads(torch.float32)
+    leaves = [x.clone().requires_grad_() for x in (*student, *teacher)]
+    loss = spod.fused_linear_success_preserving_loss(*leaves, **rest).loss
+    loss.backward(retain_graph=True)
+    assert leaves[2].grad is None
+    assert leaves[3].grad is None
+    with pytest.raises(RuntimeError, match="hands its gradients over once"):
+        loss.backward()
+
+
+def test_float16_gradients_survive_a_large_batch() -> None:
+    """1 / (n S E) of thousands of rows is no float16: it is applied to float32 sums."""
+    student, teacher, rest = heads(torch.float16)
+    rest["episode_index"] = torch.arange(len(rest["episode_index"]))
+    rest["success"] = torch.zeros(len(rest["episode_index"]), dtype=torch.bool)
+    many = 400
+    stacked = [student[0].repeat(many, 1), student[1], teacher[0].repeat(many, 1), teacher[1]]
+    actions = len(rest["episode_index"])
+    shift = torch.arange(many).repeat_interleave(len(rest["actions"])) * actions
+    wide = {
+        "actions": rest["actions"].repeat(many),
+        "action_index": rest["action_index"].repeat(many) + shift,
+        "episode_index": torch.arange(actions * many),
+        "success": rest["success"].repeat(many),
+    }
+    leaves = [stacked[0].requires_grad_(), stacked[1].requires_grad_()]
+    (2.0**14 * spod.fused_linear_success_preserving_loss(*leaves, *stacked[2:], **wide).loss).backward()
+    _, of_hidden, of_head = expected(student, teacher, rest)
+    assert leaves[0].grad is not None
+    assert leaves[1].grad is not None
+    close(leaves[0].grad[: len(rest["actions"])] / 2.0**14, of_hidden / many, 2e-3)
+    close(leaves[1].grad / 2.0**14, of_head, 2e-3)
+
+
+def test_autocast_computes_logits_in_its_dtype() -> None:
+    student, teacher, rest = heads(torch.float32)
+    half = [x.to(torch.bfloat16) for x in (*student, *teacher)]
+    wanted = spod.fused_linear_success_preserving_loss(*half, **rest)
+    leaves = [x.clone().requires_grad_() for x in student]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = spod.fused_linear_success_preserving_loss(*leaves, *teacher, **rest)
+    result.loss.backward()
+    assert float(result.loss.detach()) == float(wanted.loss)
+    assert leaves[0].grad is not None
+    assert leaves[0].grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s, t, _: s.__setitem__(0, s[0][:, 1:]), "shapes differ"),
+        (lambda s, t, _: t.__setitem__(0, t[0][1:]), "shapes differ"),
+        (lambda s, t, _: t.__setitem__(1, t[1].double()), "one float dtype is expected"),
+        (lambda s, t, r: r.__setitem__("chunk_tokens", 0), "chunk_tokens is 0"),
+        (lambda s, t, r: r.__setitem__("tau0", 0.0), "tau0 is 0.0"),
+        (lambda s, t, r: r["actions"].__setitem__(3, VOCABULARY), "token at position 3 is 301"),
+        (lambda s, t, _: s[0][2].fill_(math.nan), "student_logits row 2 holds NaN"),
+        (lambda s, t, _: t[0][5].fill_(math.nan), "teacher_logits row 5 holds NaN"),
+    ],
+)
+def test_bad_input_is_named(change: Any, words: str) -> None:
+    student, teacher, rest = heads(torch.float32)
+    change(student, teacher, rest)
+    with pytest.raises(ValueError, match=words):
+        spod.fused_linear_success_preserving_loss(*student, *teacher, **rest)
