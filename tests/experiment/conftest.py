@@ -51,3 +51,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedService], Scr
         return service
 
     return use
+
+
+@pytest.fixture
+def lean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the two slow parts that have tests of their own: gradients through the tiny model, the page."""
+
+    async def none(_: Any) -> list[Any]:
+        return []
+
+    monkeypatch.setattr("paritygate.experiment.correctness.model_comparisons", none)
+    monkeypatch.setattr("paritygate.report.write", lambda directory: (directory / "report.html").write_text("page"))

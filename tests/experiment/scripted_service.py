@@ -53,6 +53,7 @@ class Script:
     scores: Callable[[int, int], list[float]] = lambda seed, length: [(seed >> k) % 3 / 2 for k in (0, 8, 16)]
     judge_says: Callable[[int], str | None] = lambda seed: None  # an answer instead of scores
     talkative: bool = False  # the user never stops
+    user_fails: Callable[[int], bool] = lambda seed: False  # says not a word
     executed_model: str = POLICY
     context_length: int = 32768
     nan_at: tuple[int, int] | None = None  # (forward_backward call, datum): the logprob that comes back as NaN
@@ -200,6 +201,8 @@ class ScriptedSampler:
             text = CALL if messages == 3 else f"All right, this is answer {seed % 97}."
         elif self.model == USER:
             # Of the customer's own conversation: system, then two messages a turn, then the header to answer.
+            if script.user_fails(seed):
+                return [int(end or 0)]
             stops = messages > 5 and not script.talkative
             text = "###STOP###" if stops else f"I need help with my order, part {messages}."
         else:

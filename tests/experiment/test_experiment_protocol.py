@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asked import asked_for
 from scripted_service import JUDGE, POLICY, USER, ScriptedService
 from small import ROOT
 
@@ -19,21 +20,11 @@ STEPS = soak(quick=2, full=20)
 ITEMS = soak(quick=4, full=60)
 
 
-def asked_for(tmp_path: Path, steps: int = STEPS, items: int = ITEMS) -> dict[str, Any]:
-    """spec/sdpo.json, whole under soak, else with fewer steps and items."""
-    spec = json.loads((ROOT / "spec" / "sdpo.json").read_text())
-    spec["steps"], spec["dataset"]["n_examples"], spec["eval"]["n_examples"] = steps, 4 * steps, items
-    protocol = spec.setdefault("protocol", {})
-    protocol["train"] = {"split": "train", "shuffle_seed": 0, "first": 4 * steps}
-    protocol["evaluation"] = {"split": "test", "first": items}
-    return spec
-
-
 @pytest.fixture
 def finished(run_spec: Any, scripted: Any, tmp_path: Path) -> tuple[ScriptedService, Path]:
     """A whole run and the service that saw it."""
     service = scripted(ScriptedService())
-    run_spec(asked_for(tmp_path))
+    run_spec(asked_for(STEPS, ITEMS))
     return service, tmp_path / "run"
 
 
