@@ -17,6 +17,7 @@ from test_kinds_sessions import plugin, poison
 from counts import SOAK
 from paritygate.receipts.parity import read_parity_receipt, statement_of, write_parity_receipt
 from paritygate.receipts.subjects import subjects
+from paritygate.spec import load
 
 full = pytest.mark.skipif(not SOAK, reason="needs a whole parity session: make soak")
 VERIFY = ("impl/verify.py", "--parity")
@@ -215,7 +216,8 @@ def test_500_bytes_flipped_anywhere(green: Tree) -> None:
 
 @full
 def test_a_finished_run_is_verified_from_the_command_line(green: Tree, tmp_path: Path) -> None:
-    run_dir = build_run(green, tmp_path / "run", ["averaging", "grpo", "policy_gradient", "sdpo"])
+    losses = load(ROOT / "spec" / "sdpo-local.json").losses
+    run_dir = build_run(green, tmp_path / "run", losses)
     done = green.python("impl/verify.py", str(run_dir))
     assert (done.returncode, "recomputed from the per-item results: " in done.stdout) == (0, True), done
     for path in sorted(path for path in run_dir.rglob("*") if path.is_file()):
@@ -224,7 +226,7 @@ def test_a_finished_run_is_verified_from_the_command_line(green: Tree, tmp_path:
         refused(green, path.name, ("impl/verify.py", str(run_dir)))
         path.write_bytes(data)
     (run_dir / "items.jsonl").write_bytes((run_dir / "items.jsonl").read_bytes().replace(b'"reward":1', b'"reward":0'))
-    recount(green, run_dir, ["averaging", "grpo", "policy_gradient", "sdpo"])
+    recount(green, run_dir, losses)
     refused(green, "verdict.json is not the verdict", ("impl/verify.py", str(run_dir)))
     refused(green, "receipt.json is missing", ("impl/verify.py", str(tmp_path / "nothing")))
 
