@@ -66,8 +66,8 @@ def resolve(name: str, model: str) -> str:
 def load(name: str, tokenizer: Any, *, model: str | None = None, thinking: bool = False) -> Renderer:
     """The renderer called `name` ("auto": by the model's name) over `tokenizer`; non-thinking unless asked.
 
-    Raises BadInputError when no renderer is known, the tokenizer lacks the tokens that its format needs, or harmony's own
-    vocabulary (gpt-oss) cannot be loaded.
+    Raises BadInputError when no renderer is known, the tokenizer lacks the tokens that its format needs, or harmony's
+    own vocabulary (gpt-oss) cannot be loaded.
     """
     resolved = resolve(name, model or str(getattr(tokenizer, "name_or_path", "")))
     guarded = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
@@ -77,9 +77,16 @@ def load(name: str, tokenizer: Any, *, model: str | None = None, thinking: bool 
             return ChatMLRenderer(guarded)  # pyright: ignore[reportReturnType]
         return create_renderer(guarded, _config(resolved, thinking=thinking))
     except AssertionError as error:
+        fit = f"Renderer {resolved} does not fit the tokenizer {guarded.name_or_path!r}: {error}"
+        raise BadInputError(fit) from None
+    except Exception as error:
+        if resolved != "gpt-oss":
+            raise
+        # openai-harmony loads its vocabulary by itself, from the network unless it finds a copy.
         raise BadInputError(
-            f"Renderer {resolved} does not fit the tokenizer {guarded.name_or_path!r}: {error}"
-        ) from None
+            f"The harmony vocabulary of gpt-oss cannot be loaded ({error}); put o200k_base.tiktoken into a folder and "
+            "name that folder in TIKTOKEN_ENCODINGS_BASE."
+        ) from error
 
 
 def _config(name: str, *, thinking: bool) -> Any:
