@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
@@ -114,6 +115,47 @@ def test_a_field_that_the_schema_does_not_know(tree: Tree, place: str) -> None:
     write_parity_receipt(tree.root, statement)
     with pytest.raises(Refused, match=r"does not keep spec/schema/parity-receipt.schema.json at /"):
         require_parity(tree.root, ["toy"], "cpu")
+
+
+def forged(tree: Tree, edit: Callable[[dict], object]) -> Path:
+    """The tree's receipt, edited, under the name of its new digest."""
+    (own,) = tree.receipts()
+    statement = json.loads(own.read_bytes())
+    own.unlink()
+    edit(statement)
+    return write_parity_receipt(tree.root, statement)
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (lambda s: s["predicate"]["passedTests"].pop(), "other obligations were met than it has results for"),
+        (lambda s: s["subject"].append(s["subject"][0]), "names a subject twice"),
+        (lambda s: s["subject"].reverse(), "out of order"),
+        (lambda s: s["subject"].remove(next(e for e in s["subject"] if e["name"] == "installed")), "other versions"),
+        (lambda s: s["predicate"]["configuration"][4]["digest"].update(sha256="0" * 64), "'obligations' does not have"),
+    ],
+)
+def test_a_receipt_that_contradicts_itself(tree: Tree, edit: Callable[[dict], object], sentence: str) -> None:
+    forged(tree, edit)
+    with pytest.raises(Refused, match=sentence):
+        require_parity(tree.root, ["toy"], "cpu")
+
+
+def test_many_old_receipts_do_not_slow_it_and_the_likest_gives_the_reason(tree: Tree) -> None:
+    (own,) = tree.receipts()
+    statement = json.loads(own.read_bytes())
+    for number in range(100):
+        for entry in statement["subject"][: 3 + number % 5]:
+            entry["digest"]["sha256"] = f"{number:064x}"
+        write_parity_receipt(tree.root, statement)
+    tree.edit("impl/paritygate/losses/toy.py", '"""A toy loss', '"""The toy loss')
+    start = time.perf_counter()
+    with pytest.raises(Refused, match=rf"losses/toy.py was edited since parity was shown \({own.name}\)"):
+        require_parity(tree.root, ["toy"], "cpu")
+    assert time.perf_counter() - start < 2.0
+    tree.edit("impl/paritygate/losses/toy.py", '"""The toy loss', '"""A toy loss')
+    assert require_parity(tree.root, ["toy"], "cpu").path == own
 
 
 def test_a_good_receipt_holds_whatever_lies_beside_it(tree: Tree) -> None:

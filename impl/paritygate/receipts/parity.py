@@ -1,7 +1,6 @@
 """Parity receipts: an in-toto statement (test-result) of what was shown, for which bytes, on which machine."""
 
 import hashlib
-import json
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,7 @@ from paritygate.errors import Refused
 from paritygate.receipts.environment import DECIDING, environment, installed
 from paritygate.receipts.files import canonical, digest, write_atomic
 from paritygate.receipts.obligations import device_class, load_losses, required, shortfalls
-from paritygate.receipts.schema import check_schema
+from paritygate.receipts.schema import read_canonical
 from paritygate.receipts.subjects import difference, subjects
 
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -100,18 +99,18 @@ def read_parity_receipt(path: Path) -> ParityReceipt:
     sha256 = hashlib.sha256(data).hexdigest()
     if sha256 != name[1]:
         raise Refused(f"{path} was edited or cut short: its bytes no longer have the digest in its name; {HOW}.")
-    try:
-        statement = json.loads(data)
-        is_canonical = canonical(statement) == data
-    except ValueError as error:
-        raise Refused(f"{path} is not JSON ({error}): {HOW}.") from error
-    if not is_canonical:
-        raise Refused(f"{path} is not in canonical form (RFC 8785): it was not written by a parity session; {HOW}.")
-    check_schema(statement, "parity-receipt", path)
+    statement, _ = read_canonical(path, "parity-receipt")
     for entry in statement["predicate"]["configuration"]:
         if digest(entry["annotations"]) != entry["digest"]["sha256"]:
             raise Refused(f"{path}: the part {entry['name']!r} does not have the digest beside it; {HOW}.")
-    return ParityReceipt(path, sha256, statement)
+    receipt = ParityReceipt(path, sha256, statement)
+    names = [entry["name"] for entry in statement["subject"]]
+    versions = {entry["digest"]["sha256"] for entry in statement["subject"] if entry["name"] == "installed"}
+    if names != sorted(set(names)) or versions != {digest(receipt.part("installed"))}:
+        raise Refused(f"{path} names a subject twice, out of order, or other versions than it lists; {HOW}.")
+    if statement["predicate"]["passedTests"] != sorted(receipt.part("obligations")):
+        raise Refused(f"{path} says that other obligations were met than it has results for; {HOW}.")
+    return receipt
 
 
 def require_parity(
@@ -127,7 +126,7 @@ def require_parity(
     files = subjects(root)
     spec = load_losses(root)
     wanted = required(spec, device, losses)
-    candidates = sorted((root / "receipts").glob("parity-*.json"))
+    candidates = by_likeness(root, files)
     if not candidates:
         raise Refused(f"no parity receipt in {root / 'receipts'}: {HOW}.")
     if resumed is not None:
@@ -137,13 +136,30 @@ def require_parity(
         try:
             receipt = read_parity_receipt(path)
         except Refused as refusal:
-            closest = max(closest, (0, str(refusal)))
+            closest = max(closest, (0, str(refusal)), key=how_far)
             continue
         verdict = misfit(receipt, root, files, wanted, device)
         if verdict is None:
             return receipt
-        closest = max(closest, verdict)
+        closest = max(closest, verdict, key=how_far)
     raise Refused(closest[1])
+
+
+def how_far(reason: tuple[int, str]) -> int:
+    """How far a receipt got before it was found not to hold; of equals the first, the likest, is told."""
+    return reason[0]
+
+
+def by_likeness(root: Path, files: Mapping[str, str]) -> list[Path]:
+    """The receipts worth reading: all that name every digest in `files`, then the few that name most of them."""
+    digests = [value.encode() for value in files.values()]
+    found: list[tuple[int, Path]] = []
+    for path in sorted((root / "receipts").glob("parity-*.json")):
+        data = path.read_bytes() if path.is_file() else b""
+        found.append((sum(value not in data for value in digests), path))
+    found.sort()
+    whole = [path for missing, path in found if missing == 0]
+    return whole + [path for missing, path in found if missing > 0][:4]
 
 
 def refuse_other_tree(run_dir: Path, files: Mapping[str, str]) -> None:

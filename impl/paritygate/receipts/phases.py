@@ -9,7 +9,7 @@ from typing import Any
 
 from paritygate.errors import Refused
 from paritygate.receipts.files import canonical, write_atomic
-from paritygate.receipts.schema import check_schema
+from paritygate.receipts.schema import read_canonical
 
 FIRST = "0" * 64
 NAME = re.compile(r"(\d\d)-([a-z_]+)\.json")
@@ -110,22 +110,6 @@ class PhaseChain:
             previous = hashlib.sha256(data).hexdigest()
             phases.append(entry)
         return phases
-
-
-def read_canonical(path: Path, schema: str) -> tuple[dict[str, Any], bytes]:
-    """The JSON value in `path` and its bytes; raises Refused unless the form is canonical and the schema kept."""
-    try:
-        data = path.read_bytes()
-        value = json.loads(data)
-        is_canonical = canonical(value) == data
-    except OSError as error:
-        raise Refused(f"{path} cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"{path} was changed: it is no longer JSON ({error}).") from error
-    if not is_canonical:
-        raise Refused(f"{path} was changed: it is no longer in canonical form (RFC 8785).")
-    check_schema(value, schema, path)
-    return value, data
 
 
 def inside(run_dir: Path, name: str) -> Path | None:

@@ -13,7 +13,8 @@ from paritygate.receipts.files import canonical, digest, sha256_file, write_atom
 from paritygate.receipts.lock import LOCK
 from paritygate.receipts.obligations import load_losses, required, shortfalls
 from paritygate.receipts.parity import STATEMENT, ParityReceipt, read_parity_receipt
-from paritygate.receipts.phases import PhaseChain, read_canonical
+from paritygate.receipts.phases import PhaseChain
+from paritygate.receipts.schema import read_canonical
 from paritygate.receipts.subjects import difference, subjects
 
 PROVENANCE = "https://slsa.dev/provenance/v1"
