@@ -156,5 +156,7 @@ def make(directory: Path, *, until: str = "report") -> Path:
         lines(directory / "deviations.jsonl", [{"phase": "train", "kind": "resumed", "what": "went on <from> a save"}])
         verdict = decide_frozen(exp.frozen, rows)
         (directory / "verdict.json").write_bytes(canonical(json.loads(json.dumps(verdict.to_json()))))
-        phase(directory, 4, "decide", {"outcome": verdict.outcome})
+        agree = {"composite": {"n": 40.0, "mean_abs_difference": 0.125, "correlation": None}}
+        phase(directory, 4, "evaluate", {"agreement": agree})
+        phase(directory, 5, "decide", {"outcome": verdict.outcome})
     return directory

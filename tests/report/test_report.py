@@ -42,6 +42,7 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+        self.words.append(" " if tag in ("td", "th") else "")
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
@@ -97,6 +98,7 @@ def test_mixed_groups_deviations_and_honest_notes_are_there(page: Page):
     assert "sdpo_token: of 64 teacher contexts 20 held a sibling, 8 were shortened, and 12 told" in page.text
     assert "The agent's prompt is compact" in page.text
     assert "secondary" in page.text
+    assert "composite 40 0.125 –" in page.text
 
 
 def test_gates_are_drawn_into_the_learning_curves(page: Page):

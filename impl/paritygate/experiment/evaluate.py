@@ -4,10 +4,11 @@ import asyncio
 import statistics
 from typing import Any
 
+from paritygate.agent.judge import Judgement, RuleJudge, agreement
 from paritygate.backend import Sampler
 from paritygate.experiment.collect import Collector
 from paritygate.experiment.journal import Record, finite
-from paritygate.experiment.metrics import DIMENSIONS, episode_metrics
+from paritygate.experiment.metrics import DIMENSIONS
 from paritygate.experiment.rollouts import Rollout
 from paritygate.experiment.state import Decided, PhaseStopped, State
 from paritygate.experiment.trajectories import write_trajectories
@@ -30,7 +31,7 @@ async def evaluate(state: State) -> Decided:
     write_atomic(state.directory / "items.jsonl", b"".join(canonical(finite(item)) + b"\n" for item in items))
     missing = [item for item in items if item["composite"] is None]
     files = ["items.jsonl", *state.journal.files(PHASE)]
-    facts: Record = {"items": len(items), "arms": _means(state, items)}
+    facts: Record = {"items": len(items), "arms": _means(state, items), "agreement": agreement_with_rules(items)}
     if missing:
         named = ", ".join(f"task {item['task_index']} of {item['arm']} ({item['missing']})" for item in missing)
         what = f"the evaluation is incomplete: no judgement after {TRIES} tries with other seeds for {named}"
@@ -87,8 +88,28 @@ async def evaluate_item(
         if episode.composite is not None or tries == TRIES:
             break
     path = write_trajectories(state.directory, f"{PHASE}-{arm.name}-{task:04d}-{rollout}", [episode])
-    item = item_of(arm, task, rollout, episode, tries)
+    item = item_of(arm, task, rollout, episode, tries) | {"rules": await by_rules(state, collector, episode)}
     return state.journal.commit(unit, {"item": item, "trajectories": path})["item"]
+
+
+async def by_rules(state: State, collector: Collector, episode: Rollout) -> Record | None:
+    """What the rules say of an episode that a model judged; None where the rules are the judge."""
+    if state.exp.protocol.judge.kind == "rule" or not episode.trajectory.trains:
+        return None
+    task = collector.source.task(episode.trajectory.split, episode.trajectory.task_index)
+    judged = await RuleJudge().judge(episode.trajectory, task)
+    return None if judged.judgement is None else {name: getattr(judged.judgement, name) for name in DIMENSIONS}
+
+
+def agreement_with_rules(items: list[Record]) -> Record | None:
+    """How far the model judge agrees with the rules over all items that both judged; None where the rules judge."""
+    rows = [(item["dimensions"], item["rules"]) for item in items if item["rules"] is not None]
+    if not rows:
+        return None
+    said, ruled = (
+        [None if row is None else Judgement(**row, rationale={}) for row in side] for side in zip(*rows, strict=True)
+    )
+    return agreement(said, ruled)
 
 
 def item_of(arm: Arm, task: int, rollout: int, episode: Rollout, tries: int) -> Record:
@@ -126,6 +147,3 @@ def _means(state: State, items: list[Record]) -> dict[str, Any]:
             "judged": len(scored),
         }
     return means
-
-
-_ = episode_metrics
