@@ -43,7 +43,7 @@ def test_the_hash_from_cached_texts_is_the_hash_of_the_whole(data: dict[str, Any
 
 def test_two_episodes_never_see_each_other(source: retail.Source) -> None:
     rng = random.Random(1)
-    for _ in range(soak(quick=5, full=200)):
+    for _ in range(soak(quick=5, full=60)):
         one, other = source.database(), source.database()
         orders = some_orders(rng, one, 8)
         for _ in range(30):

@@ -209,7 +209,7 @@ def test_arguments_nested_without_end_are_refused_before_any_write(db: Database)
 
 def test_no_call_raises_and_only_writes_leave_traces(source: retail.Source) -> None:
     rng = random.Random(7)
-    for _ in range(soak(quick=30, full=1_000)):
+    for _ in range(soak(quick=30, full=400)):
         db = source.database()
         orders = some_orders(rng, db, 12)
         for _ in range(40):

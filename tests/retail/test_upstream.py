@@ -49,7 +49,7 @@ class TestLive:
 
     def test_random_calls_are_answered_the_same_to_the_byte(self, source: retail.Source) -> None:
         rng = random.Random(11)
-        for _ in range(soak(quick=6, full=300)):
+        for _ in range(soak(quick=6, full=100)):
             split = rng.choice(["train", "dev", "test"])
             index = rng.randrange(len(source.tasks(split)))
             ours = retail.RetailEpisode(source, split, index)

@@ -48,7 +48,7 @@ def public(episodes: tuple[training.Episode, ...]) -> list[tuple[int, ...]]:
 
 
 def test_other_bits_change_no_sampled_action(monkeypatch: pytest.MonkeyPatch, spec: Synthetic) -> None:
-    for seed in range(soak(quick=5, full=200)):
+    for seed in range(soak(quick=5, full=60)):
         episodes = {
             name: episodes_with(monkeypatch, spec, seed, Judged, bit)
             for name, bit in {

@@ -37,7 +37,7 @@ def as_reference(batch: training.Batch) -> list[dict[str, Any]]:
 
 def test_updates_are_those_of_the_reference_with_the_gate_of_the_moment(spec: Synthetic) -> None:
     """A second loop beside the first: the reference's loss and gradient, and torch's Adam."""
-    for seed in range(42, 42 + soak(quick=2, full=30)):
+    for seed in range(42, 42 + soak(quick=2, full=12)):
         result = training.train_seed(spec, seed, "cpu")
         world = training.World(spec, seed, "cpu")
         adam = torch.optim.Adam(world.student.parameters(), lr=0.05, betas=(0.9, 0.95), eps=1e-8)
