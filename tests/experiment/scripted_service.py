@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paritygate.agent.vocabulary import offline
-from paritygate.backend import BackendError, Datum, FwdBwd, Sample
+from paritygate.backend import BackendError, Datum, FwdBwd, Sample, ServiceDown
 
 POLICY, USER, JUDGE = "Qwen/Qwen3.5-4B", "Qwen/Qwen3-8B", "openai/gpt-oss-120b"
 CALL = "<tool_call>\n<function=think>\n<parameter=thought>\nhm\n</parameter>\n</function>\n</tool_call>"
@@ -56,6 +56,8 @@ class Script:
     user_fails: Callable[[int], bool] = lambda seed: False  # says not a word
     executed_model: str = POLICY
     context_length: int = 32768
+    fails_at: int | None = None  # number of the call, of any kind, that fails
+    fails_after: bool = False  # after its effect, as when the answer is lost
     nan_at: tuple[int, int] | None = None  # (forward_backward call, datum): the logprob that comes back as NaN
 
 
@@ -74,6 +76,18 @@ class ScriptedService:
         self.updates: list[dict[str, Any]] = []
         self.clients = 0
         self.passes = 0
+        self.calls = 0
+
+    @asynccontextmanager
+    async def call(self) -> AsyncGenerator[None]:
+        """Around every call of the models: the one that the script names fails, before or after its effect."""
+        number, self.calls = self.calls, self.calls + 1
+        fails = number == self.script.fails_at
+        if fails and not self.script.fails_after:
+            raise ServiceDown("a planned failure")
+        yield
+        if fails:
+            raise ServiceDown("a planned failure")
 
     @asynccontextmanager
     async def connect(self, **_: Any) -> AsyncGenerator["ScriptedService"]:
@@ -120,6 +134,10 @@ class ScriptedTrainer:
         return FwdBwd(loss, tuple(rows), {})
 
     async def forward_backward(self, data: Sequence[Datum], loss_fn: str = "importance_sampling") -> FwdBwd:
+        async with self.service.call():
+            return await self._forward_backward(data, loss_fn)
+
+    async def _forward_backward(self, data: Sequence[Datum], loss_fn: str) -> FwdBwd:
         passed = await self.forward(data, loss_fn)
         self.pending = digest(self.pending, [(d.tokens, sorted(d.inputs.items())) for d in data], loss_fn)
         self.service.updates.append({"client": self.client, "data": list(data), "loss_fn": loss_fn})
@@ -136,9 +154,10 @@ class ScriptedTrainer:
         return FwdBwd(float("nan"), tuple(map(tuple, rows)), {})
 
     async def optim_step(self, learning_rate: float, beta1: float, beta2: float, eps: float) -> dict[str, float]:
-        self.weights = digest(self.weights, self.pending, learning_rate, beta1, beta2, eps)
-        self.pending = 0
-        self.service.updates[-1]["adam"] = (learning_rate, beta1, beta2, eps)
+        async with self.service.call():
+            self.weights = digest(self.weights, self.pending, learning_rate, beta1, beta2, eps)
+            self.pending = 0
+            self.service.updates[-1]["adam"] = (learning_rate, beta1, beta2, eps)
         return {}
 
     async def snapshot(self, name: str) -> "ScriptedSampler":
@@ -147,11 +166,13 @@ class ScriptedTrainer:
 
     async def save(self, name: str) -> str:
         path = f"scripted://{self.client}/{name}"
-        self.service.saved[path] = self.weights
+        async with self.service.call():
+            self.service.saved[path] = self.weights
         return path
 
     async def load(self, path: str) -> None:
-        self.weights = self.service.saved[path]
+        async with self.service.call():
+            self.weights = self.service.saved[path]
 
 
 class ScriptedSampler:
@@ -177,7 +198,8 @@ class ScriptedSampler:
     ) -> list[Sample]:
         if num_samples != 1 or top_p != 1.0 or not stop:
             raise BackendError("the protocol samples one completion over the full vocabulary, to a stop token")
-        chosen = self._chosen(list(tokens), int(seed or 0))[:max_tokens]
+        async with self.service.call():
+            chosen = self._chosen(list(tokens), int(seed or 0))[:max_tokens]
         entry = {"model": self.model, "path": self.path, "seed": seed, "temperature": temperature}
         self.service.samples.append(entry | {"max_tokens": max_tokens, "prompt": len(tokens)})
         scored = logprobs_of(self.weights, [*tokens, *chosen], self._scale())
@@ -185,7 +207,8 @@ class ScriptedSampler:
         return [Sample(tuple(chosen), tuple(scored[len(tokens) :]), ended)]
 
     async def score(self, tokens: Sequence[int]) -> list[float | None]:
-        return [None, *logprobs_of(self.weights, tokens, self._scale())[1:]]
+        async with self.service.call():
+            return [None, *logprobs_of(self.weights, tokens, self._scale())[1:]]
 
     def _scale(self) -> float:
         script = self.service.script

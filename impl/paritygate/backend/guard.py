@@ -18,7 +18,7 @@ PROBE_SECONDS = 4.0
 
 
 class ServiceDown(BackendError):  # noqa: N818 - the state of the service, as in "refused"
-    """The service itself is gone (no health, or its process ended), not one request that it refused."""
+    """The service itself is gone (no health, its process ended, no answer after retries): no request was refused."""
 
 
 async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float = PROBE_SECONDS) -> None:
@@ -78,7 +78,10 @@ class Guard:
             raise self._failed(what, error) from error
 
     async def repeatable(self, what: str, submit: Callable[[], Awaitable[T]]) -> T:
-        """Await an SDK call without effects; 408, 429, 5xx and resets are retried with pauses, then BackendError."""
+        """Await an SDK call without effects; 408, 429, 5xx and resets are retried with pauses, then ServiceDown.
+
+        What asking again cannot help (a request that is refused) is a BackendError at once: it is about that request.
+        """
         started = time.monotonic()
         for attempt in range(self.tries):
             try:
@@ -89,7 +92,8 @@ class Guard:
                 # The SDK has retried for up to five minutes by itself; no second round of that.
                 spent = time.monotonic() - started > self.patience
                 if attempt + 1 == self.tries or spent or not is_transient(error):
-                    raise self._failed(what, error) from error
+                    failed = self._failed(what, error)
+                    raise (ServiceDown(str(failed)) if is_transient(error) else failed) from error
                 await asyncio.sleep(min(self.pause * 2**attempt, 8.0) * (1 + random.random() / 4))
         raise AssertionError("unreachable: the last try returns or raises")
 

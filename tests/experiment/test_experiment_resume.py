@@ -1,0 +1,127 @@
+"""Killed at random moments and resumed: items, metrics and verdict are those of the undisturbed run, bit for bit."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asked import brief
+from scripted_service import Script, ScriptedService
+from small import small_spec, write_spec
+
+from counts import soak
+from paritygate.errors import BackendError
+from paritygate.experiment.journal import read_lines
+from paritygate.receipts import PhaseChain
+
+DRIVE = Path(__file__).parent / "drive.py"
+KILLS = soak(quick=2, full=20)
+FINAL = ("metrics.jsonl", "items.jsonl", "verdict.json")
+PATIENCE = 240.0
+
+
+def start(spec: Path, output: Path, data: Path, *options: str) -> "subprocess.Popen[bytes]":
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment.pop("TINKER_BASE_URL", None)
+    arguments = [sys.executable, str(DRIVE), str(spec), str(output), str(data), *options]
+    return subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE)
+
+
+def finish(process: "subprocess.Popen[bytes]") -> None:
+    _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, said.decode()
+
+
+def events(run: Path) -> int:
+    """How many times were measured so far: a clock that runs over all phases."""
+    path = run / "timings.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def kill_at(process: "subprocess.Popen[bytes]", run: Path, event: int, delay: float) -> bool:
+    """SIGKILL `delay` seconds after the run has measured `event` times; False when it ended before."""
+    until = time.monotonic() + PATIENCE
+    while events(run) < event and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.005)
+    time.sleep(delay)
+    ended = process.poll() is not None
+    process.send_signal(signal.SIGKILL) if not ended else None
+    process.communicate(timeout=30)
+    return not ended
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tau_bench_dir: Path) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    finish(start(write_spec(folder, small_spec()), folder / "run", tau_bench_dir))
+    return folder / "run"
+
+
+def test_killed_and_resumed(undisturbed: Path, tmp_path: Path, tau_bench_dir: Path) -> None:
+    spec, run = write_spec(tmp_path, small_spec()), tmp_path / "run"
+    rng = random.Random(int(os.environ.get("PARITYGATE_SEED", "7")))
+    moments = sorted(rng.randrange(events(undisturbed)) for _ in range(KILLS))
+    killed: list[int] = []
+    for moment in moments:
+        resume = ["--resume"] if run.exists() else []
+        if kill_at(start(spec, run, tau_bench_dir, *resume), run, moment, rng.uniform(0.0, 0.3)):
+            killed.append(moment)
+        if (run / "receipt.json").is_file():
+            break
+    finish(start(spec, run, tau_bench_dir, "--resume"))
+    assert killed
+    for name in FINAL:
+        assert (run / name).read_bytes() == (undisturbed / name).read_bytes(), f"{name}, killed at {killed}"
+    PhaseChain(run).verify()
+    assert (run / "receipt.json").is_file()
+
+
+@pytest.mark.usefixtures("lean")
+def test_a_service_that_fails_anywhere_costs_nothing(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+    """After a failure (exit 5) at any call of any phase, before or after its effect, the resumed run ends the same."""
+    service = scripted(ScriptedService())
+    run_spec(brief(), output=tmp_path / "undisturbed")
+    calls, rng = service.calls, random.Random(11)
+    for number in range(soak(quick=5, full=60)):
+        service = scripted(ScriptedService(Script(fails_at=rng.randrange(calls), fails_after=rng.random() < 0.5)))
+        output = tmp_path / f"run-{number}"
+        with pytest.raises(BackendError, match="planned failure"):
+            run_spec(brief(), output=output)
+        within = "train" not in PhaseChain(output).completed
+        trained = [line["arm"] for line in read_lines(output / "metrics.jsonl") if within and line["phase"] == "train"]
+        run_spec(brief(), output=output, resume=True)
+        for name in FINAL:
+            assert (output / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), service.script
+        check_resumption_is_recorded(output, set(trained))
+
+
+def check_resumption_is_recorded(run: Path, arms: set[str]) -> None:
+    """Exactly the arms that had steps and were gone on with from saved state depart from checkpoint_restore: false."""
+    lines = read_lines(run / "deviations.jsonl") if (run / "deviations.jsonl").is_file() else []
+    saved = [line["what"] for line in lines if line["phase"] == "train" and line["kind"] == "resumed_from_saved_state"]
+    assert len(saved) == len(arms)
+    assert all(any(f"train-{arm} went on" in what for what in saved) for arm in arms)
+
+
+def test_no_optimiser_step_is_applied_twice(run_spec: Any, scripted: Any, lean: None, tmp_path: Path) -> None:
+    """However often a step is begun again, the chain of weights is that of one optimiser step a batch."""
+    first = scripted(ScriptedService())
+    run_spec(brief(), output=tmp_path / "undisturbed")
+    weights = sorted(first.saved[path] for path in first.saved if "/train-" in path and "-final-" in path)
+    service = scripted(ScriptedService())
+    resume = False
+    for failure in range(first.calls - 40, first.calls - 10, 6):
+        service.calls, service.script.fails_at, service.script.fails_after = 0, failure, True
+        with contextlib.suppress(BackendError):
+            run_spec(brief(), resume=resume)
+        resume = True
+    service.script.fails_at = None
+    run_spec(brief(), resume=True)
+    finals = {path: service.saved[path] for path in service.saved if "/train-" in path and "-final-" in path}
+    assert set(finals.values()) == set(weights)
