@@ -11,6 +11,8 @@ from _pytest.assertion import rewrite
 from small_tree import Tree
 
 from counts import SOAK
+from paritygate.errors import Refused
+from paritygate.receipts import require_parity
 
 
 def not_green(tree: Tree, output: str, *sentences: str) -> None:
@@ -18,8 +20,9 @@ def not_green(tree: Tree, output: str, *sentences: str) -> None:
     for sentence in ("parity: NOT green, no receipt", *sentences):
         assert sentence in output, (sentence, output)
     assert tree.receipts() == []
-    done = tree.run()
-    assert (done.returncode, "no parity receipt in" in done.stderr) == (3, True), done
+    with pytest.raises(Refused, match="no parity receipt in") as refusal:
+        require_parity(tree.root, ["toy", "other"], "cpu")
+    assert refusal.value.exit_code == 3
 
 
 def plugin(folder: Path, text: str) -> dict[str, str]:
@@ -311,7 +314,6 @@ def test_a_flaky_plugin(bare: Tree, tmp_path: Path) -> None:
         file.write(FAILS_ONCE)
     text = """
 import pytest
-from counts import SOAK
 from _pytest.runner import runtestprotocol
 
 @pytest.hookimpl(tryfirst=True)
