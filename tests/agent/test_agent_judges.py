@@ -7,6 +7,8 @@ import random
 import pytest
 
 from counts import soak
+from paritygate import retail
+from paritygate.agent import gold_trajectory, prompt
 from paritygate.agent.conversation import assistant, tool, user
 from paritygate.agent.judge import DIMENSIONS, Judgement, ModelJudge, RuleJudge, agreement, fenced, parse_judgement
 from paritygate.agent.judge.model import question
@@ -299,6 +301,26 @@ def test_the_rules_see_failed_calls_inventions_and_haste():
         assert part in judgement.rationale[name]
     # What the agent itself said is no evidence for it.
     assert judge_messages([user("x"), assistant("#W7654321"), assistant("#W7654321")]).ungrounded_claims == 0.0
+
+
+def test_a_call_that_succeeded_is_evidence_for_what_it_did_and_one_that_failed_is_not():
+    for result, score in (('{"order_id": "#W1234567" ...', 1.0), ("Error: order not found", 0.5)):
+        said = [user("Cancel #W1234567."), assistant("", [WRITE]), tool("cancel_pending_order", result)]
+        judgement = judge_messages([*said, assistant("Order #W1234567 has been cancelled.")])
+        assert judgement.ungrounded_claims == score
+
+
+def test_the_rules_like_gold_episodes_that_ask_first(tau_bench_dir, renderers):
+    source = retail.load(tau_bench_dir)
+    context = prompt.context("compact", source.wiki, source.tools)
+    failing = {24, 27, 81, 148, 161, 214, 229, 252, 253, 288, 314, 349, 351, 369, 376, 427, 431, 441, 469}
+    for index in sorted(set(range(0, 500, soak(quick=20, full=1))) - failing):
+        for confirm in (False, True):
+            gold = gold_trajectory(source, "train", index, renderers["chatml"], context, confirm=confirm)
+            judgement = judge_messages(gold.messages)
+            assert judgement.invalid_tool_use == 1.0, (index, judgement.rationale)
+            assert judgement.ungrounded_claims == 1.0, (index, judgement.rationale)
+            assert judgement.upfront_clarification == float(confirm)
 
 
 def test_the_rule_judge_has_the_interface_of_a_judge_and_is_always_parsed():

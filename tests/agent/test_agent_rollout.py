@@ -138,6 +138,9 @@ def test_thinking_never_reaches_the_user_and_its_calls_do_not_run(renderers, nam
     assert user.heard[:2] == [None, "Good day."]
     assert env.called == []
     assert all("secret" not in m["content"] for m in trajectory.messages)
+    # A thought in the middle is a thought as well.
+    _, env, user = play(renderers, name, ["Good <think>secret</think>day.", "Bye."], said=("a", "b"))
+    assert all("secret" not in (text or "") for text in user.heard)
     # An unclosed thought is all thought.
     trajectory, env, user = play(renderers, name, ["<think>secret forever"])
     assert (user.heard or [""])[-1] in ("", None)

@@ -17,6 +17,15 @@ _CLAIMS = {
     ),
 }
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+# What a call that succeeded has done, whether or not its result was shown that far.
+_STATUS_AFTER = {
+    "cancel_pending_order": "cancelled",
+    "return_delivered_order_items": "return requested",
+    "exchange_delivered_order_items": "exchange requested",
+    "modify_pending_order_address": "pending",
+    "modify_pending_order_items": "pending",
+    "modify_pending_order_payment": "pending",
+}
 SHOWN = 3  # offending claims or calls that a rationale quotes
 
 
@@ -24,7 +33,8 @@ class RuleJudge:
     """Scores from the conversation alone.
 
     invalid_tool_use: the share of tool calls whose result is no error (1.0 without calls). ungrounded_claims: the share
-    of ids, prices and order statuses said to the user that the user or a tool had said before (1.0 without claims).
+    of ids, prices and order statuses said to the user that the user or a tool had said before, or that a successful
+    call has brought about (1.0 without claims).
     upfront_clarification: 1.0 if the agent asked the user something before its first call that changes anything, or,
     where nothing was changed, at all; else 0.0.
     """
@@ -76,6 +86,9 @@ def _grounding(messages: Sequence[Message]) -> tuple[float, str]:
                     unfounded.append(value)
             continue
         seen.update(_claims(content))
+        done = _STATUS_AFTER.get(message.get("name", ""))
+        if message["role"] == "tool" and done and not is_error(content):
+            seen.add(("status", done))
         numbers.update(_amount(n) for n in _NUMBER.findall(content))
     if not unfounded:
         return (
