@@ -1,0 +1,124 @@
+"""The correctness preflight: recorded numbers are what their sources give, and a wrong path is refused (exit 3)."""
+
+import asyncio
+import dataclasses
+import importlib.util
+import math
+from typing import Any
+
+import pytest
+from asked import brief
+from scripted_service import ScriptedService
+from small import ROOT
+
+from paritygate.errors import Refused
+from paritygate.experiment import correctness
+from paritygate.experiment.compare import compare_values, recorded
+from paritygate.spec import load
+from paritygate.spec.experiment import CorrectnessPath
+from paritygate_reference import sdpo as reference
+
+PATHS = {path.id: path for path in load(ROOT / "spec" / "sdpo.json").correctness_preflight.paths}
+GRPO, SDPO = PATHS["grpo_via_new_advantage_path"], PATHS["sdpo_token_advantage"]
+
+
+def numbers(values: list[Any]) -> list[float]:
+    return [math.nan if value is None else value for value in values]
+
+
+def test_recorded_reference_numbers_are_the_references() -> None:
+    """A run cannot import the reference, so its numbers are recorded; here they are computed again."""
+    cases = recorded("sdpo_token")["token_advantage"]
+    assert len(cases) == 8
+    for case in cases:
+        teacher, student = numbers(case["teacher_logprobs"]), numbers(case["student_logprobs"])
+        again = reference.token_advantage(teacher, student, case["mask"], clip=case["clip"])
+        assert [float(value) for value in again] == case["advantages"]
+
+
+def test_both_paths_pass_as_they_are() -> None:
+    comparisons = [*correctness.grpo_path(GRPO), *correctness.sdpo_path(SDPO)]
+    assert len(comparisons) > 30
+    assert all(comparison.passed for comparison in comparisons)
+
+
+@pytest.mark.parametrize("path", [GRPO, SDPO], ids=lambda path: path.id)
+def test_loss_and_gradient_through_the_embedded_model(path: CorrectnessPath) -> None:
+    loss, gradient = asyncio.run(correctness.model_comparisons(path))
+    assert loss.passed
+    assert gradient.passed
+    assert gradient.values > 1000
+    assert gradient.cosine is not None
+    assert gradient.cosine > 0.999999
+
+
+MISTAKES = {
+    "standard deviation left in": lambda rows: [[3.0 * a for a in row] for row in rows],
+    "sign turned": lambda rows: [[-a for a in row] for row in rows],
+    "a constant added": lambda rows: [[a + 0.01 for a in row] for row in rows],
+    "shifted by a token": lambda rows: [[0.0, *row[:-1]] for row in rows],
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_advantage_path_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = correctness.group_advantages
+
+    def wrong(kind: str, group: Any, **options: Any) -> list[list[float]]:
+        return MISTAKES[mistake](right(kind, group, **options))
+
+    monkeypatch.setattr(correctness, "group_advantages", wrong)
+    for check, path in ((correctness.grpo_path, GRPO), (correctness.sdpo_path, SDPO)):
+        assert not all(comparison.passed for comparison in check(path)), path.id
+
+
+def test_a_wrong_loss_through_the_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean over positions in place of the sum: the mistake that one known backend makes."""
+    right = correctness.Sequence_.datum
+
+    def averaged(sequence: Any) -> Any:
+        count = len(sequence.tokens) - 1
+        return right(dataclasses.replace(sequence, advantages=[a / count for a in sequence.advantages]))
+
+    monkeypatch.setattr(correctness.Sequence_, "datum", averaged)
+    loss, gradient = asyncio.run(correctness.model_comparisons(GRPO))
+    assert not loss.passed
+    assert not gradient.passed
+
+
+def test_a_failed_comparison_refuses_the_run(
+    run_spec: Any, scripted: Any, lean: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = correctness.group_advantages
+    monkeypatch.setattr(
+        correctness, "group_advantages", lambda *a, **o: [[2 * x for x in row] for row in right(*a, **o)]
+    )
+    service = scripted(ScriptedService())
+    with pytest.raises(Refused, match="grpo_via_new_advantage_path, compute_advantages case 0: differs by") as refused:
+        run_spec(brief())
+    assert refused.value.exit_code == 3
+    assert not service.samples
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "passes"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], True),
+        ([1.0, 2.0001], [1.0, 2.0], True),
+        ([1.0, 2.001], [1.0, 2.0], False),
+        ([math.nan, 2.0], [1.0, 2.0], False),
+        ([1.0], [1.0, 2.0], False),
+        ([0.0, 0.0], [0.0, 0.0], True),
+        ([1e-6, -1e-6], [-1e-6, 1e-6], False),  # within atol, and pointing the other way
+    ],
+)
+def test_a_comparison(actual: list[float], expected: list[float], passes: bool) -> None:
+    assert compare_values(GRPO, "baseline_gradient", "here", actual, expected).passed is passes
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tinker_cookbook") is None, reason="tinker-cookbook is not installed")
+def test_the_installed_cookbook_gives_the_recorded_numbers() -> None:
+    from paritygate.experiment.cookbook import live_advantages
+
+    for case in recorded("cookbook")["compute_advantages"]:
+        assert live_advantages(case["rewards"]) == case["advantages"]

@@ -1,0 +1,134 @@
+"""The parts of the protocol that are pure: advantages, metrics, the journal, feasibility."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paritygate.experiment.advantages import Scores, group_advantages
+from paritygate.experiment.journal import Journal, Timings, drop_torn_tail, read_lines
+from paritygate.experiment.metrics import add_tallies, gate_values
+
+SCORE = st.floats(0.0, 1.0)
+LOGPROB = st.floats(-20.0, 0.0)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[Scores]:
+    found: list[Scores] = []
+    for _ in range(draw(st.integers(1, 5))):
+        mask = draw(st.lists(st.integers(0, 1), min_size=1, max_size=8))
+        rows = [[draw(LOGPROB) if bit else None for bit in mask] for _ in range(2)]
+        found.append(Scores(draw(st.none() | SCORE), mask, rows[0], rows[1]))
+    return found
+
+
+@given(groups())
+def test_grpo_is_the_centred_composite_on_the_mask(group: list[Scores]) -> None:
+    rows = group_advantages("grpo", group)
+    judged = [scores.composite for scores in group if scores.composite is not None]
+    mean = math.fsum(judged) / len(judged) if judged else 0.0
+    for scores, row in zip(group, rows, strict=True):
+        own = 0.0 if scores.composite is None else scores.composite - mean
+        assert row == pytest.approx([own * bit for bit in scores.mask], abs=1e-12)
+
+
+@given(groups(), st.floats(0.1, 6.0))
+def test_sdpo_is_the_clipped_difference_on_the_mask(group: list[Scores], clip: float) -> None:
+    rows = group_advantages("sdpo_token", group, clip=clip)
+    for scores, row in zip(group, rows, strict=True):
+        for bit, student, teacher, value in zip(
+            scores.mask, scores.sampler_logprobs, scores.teacher_logprobs or (), row, strict=True
+        ):
+            if not bit or scores.composite is None:
+                assert value == 0.0
+            else:
+                assert student is not None
+                assert teacher is not None
+                assert value == pytest.approx(max(-clip, min(clip, teacher - student)), abs=1e-9)
+
+
+@given(groups())
+def test_a_rollout_without_a_judgement_is_as_if_it_had_not_been(group: list[Scores]) -> None:
+    """The others' advantages are those of the group without it; its own are 0."""
+    for kind in ("grpo", "sdpo_token", "sdpo_sequence", "hybrid"):
+        rows = group_advantages(kind, group)
+        kept = [scores for scores in group if scores.composite is not None]
+        assert [row for scores, row in zip(group, rows, strict=True) if scores.composite is not None] == (
+            group_advantages(kind, kept) if kept else []
+        )
+        assert all(not any(row) for scores, row in zip(group, rows, strict=True) if scores.composite is None)
+
+
+@given(groups())
+def test_hybrid_lies_between_its_ends(group: list[Scores]) -> None:
+    assert group_advantages("hybrid", group, hybrid_weight=1.0) == group_advantages("grpo", group)
+    assert group_advantages("hybrid", group, hybrid_weight=0.0) == group_advantages("sdpo_token", group)
+
+
+def test_what_cannot_be_an_advantage_is_named() -> None:
+    bad = Scores(0.5, [0, 1, 1], [None, -1.0, math.nan], [None, -1.0, -1.0])
+    with pytest.raises(ValueError, match=r"rollout 1 of the group: .*2"):
+        group_advantages("sdpo_token", [Scores(0.5, [0], [None], [None]), bad])
+    with pytest.raises(ValueError, match="no teacher logprobs"):
+        group_advantages("sdpo_token", [Scores(0.5, [1], [-1.0])])
+    with pytest.raises(ValueError, match="'ppo'"):
+        group_advantages("ppo", [Scores(0.5, [1], [-1.0], [-1.0])])
+
+
+def test_a_gate_is_measured_over_all_tokens_of_the_pilot() -> None:
+    """Two steps of unequal size: the share of their tokens, not the mean of their shares."""
+    steps = [
+        {"teacher_trajectories": 1, "teacher_with_feedback": 1, "loss_tokens": 10, "loss_tokens_over_0.1": 10},
+        {"teacher_trajectories": 3, "teacher_with_feedback": 2, "loss_tokens": 90, "loss_tokens_over_0.1": 0},
+    ]
+    rest = {"groups": 2, "groups_with_variance": 1, "judge_calls": 8, "judge_parsed_first": 8}
+    values = gate_values(add_tallies([step | rest | {"sum_abs_gap": "inf"} for step in steps]), "model")
+    assert values["sdpo_frac_tokens_abs_adv_gt_0.1"] == 0.1
+    assert values["sdpo_frac_trajectories_with_feedback"] == 0.75
+    assert values["sdpo_mean_abs_token_adv"] == math.inf
+    assert values["grpo_frac_groups_nonzero_adv"] == 0.5
+
+
+def unit(step: int) -> dict[str, Any]:
+    return {"state": f"s{step}", "metrics": {"step": step, "value": step / 3, "odd": math.nan}}
+
+
+def test_the_journal_is_rebuilt_from_its_units(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for step in range(12):
+        journal.commit(f"lane/step-{step:03d}", unit(step))
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    assert [line["index"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(12))
+    for torn in (b"", whole[:40], whole[:-1], whole[: whole.rfind(b"{")], whole + b'{"step":99}\n'):
+        (tmp_path / "metrics.jsonl").write_bytes(torn)
+        assert Journal(tmp_path).units("lane/") == [f"lane/step-{step:03d}" for step in range(12)]
+        assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+    Journal(tmp_path).commit("lane/step-012", unit(12))
+    assert read_lines(tmp_path / "metrics.jsonl")[-1]["index"] == 12
+
+
+def test_a_unit_is_committed_once(tmp_path: Path) -> None:
+    Journal(tmp_path).commit("lane/step-000", unit(0))
+    with pytest.raises(FileExistsError):
+        Journal(tmp_path).commit("lane/step-000", unit(1))
+    assert (Journal(tmp_path).committed("lane/step-000") or {})["state"] == "s0"
+    assert Journal(tmp_path).committed("lane/step-001") is None
+
+
+def test_times_survive_a_torn_line(tmp_path: Path) -> None:
+    timings = Timings(tmp_path / "timings.jsonl")
+    with timings.measure("train", what="step", step=0):
+        pass
+    whole = timings.path.read_bytes()
+    timings.path.write_bytes(whole + b'{"phase":"tr')
+    drop_torn_tail(timings.path)
+    assert timings.path.read_bytes() == whole
+    with pytest.raises(RuntimeError), timings.measure("train", what="step", step=1):
+        raise RuntimeError
+    assert [entry["step"] for entry in timings.entries("train")] == [0, 1]
+    assert json.loads(whole)["seconds"] >= 0
