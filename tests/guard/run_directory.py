@@ -6,9 +6,9 @@ from pathlib import Path
 
 from small_tree import ROOT, Tree
 
+from paritygate.experiment.replay import verdict
 from paritygate.receipts import PhaseChain, canonical, read_parity_receipt, write_atomic, write_run_receipt
 from paritygate.spec import load
-from verify import verdict
 
 LOSSES = ("other", "toy")
 

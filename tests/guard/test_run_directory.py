@@ -15,8 +15,8 @@ from test_receipt import validate_statement
 
 from counts import soak
 from paritygate.errors import Refused
+from paritygate.experiment.replay import verdict
 from paritygate.receipts import PhaseChain, canonical, require_parity, verify_run, write_atomic
-from verify import verdict
 
 
 @pytest.fixture(scope="module")
