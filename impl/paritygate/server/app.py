@@ -24,6 +24,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 def build_app(service: Service, api_key: str) -> Starlette:
     """Every route of the API under /api/v1; a request without the key gets 401."""
     routes = _routes(service)
+    service.routes = [(method, path) for method, path, _ in routes]
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:

@@ -57,11 +57,7 @@ def cispo(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
 
 def dro(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
     """-sum(logprobs * A - beta / 2 * (logprobs - sampling logprobs)^2), beta must be given. Source: .../losses/dro."""
-    beta = _number(config, "beta")
-    if beta is None:
-        raise RequestError(
-            "loss dro: pass loss_fn_config={'beta': ...}: the documentation (losses/dro) gives no default for beta"
-        )
+    beta = _beta(config)
     penalty = (logprobs - datum.of("logprobs")) ** 2
     return -(logprobs * datum.of("advantages") - 0.5 * beta * penalty).sum()
 
@@ -110,7 +106,20 @@ def find_loss(name: str, config: Config) -> tuple[Loss, tuple[str, ...]]:
     unknown = sorted(set(config) - options)
     if unknown:
         raise RequestError(f"loss {name}: unknown loss_fn_config {unknown[0]!r}; it takes {sorted(options) or 'none'}")
+    if "clip_low_threshold" in options:
+        _thresholds(config)
+    if "beta" in options:
+        _beta(config)
     return loss, inputs
+
+
+def _beta(config: Config) -> float:
+    beta = _number(config, "beta")
+    if beta is None:
+        raise RequestError(
+            "loss dro: pass loss_fn_config={'beta': ...}: the documentation (losses/dro) gives no default for beta"
+        )
+    return beta
 
 
 def _thresholds(config: Config) -> tuple[float, float]:

@@ -36,9 +36,10 @@ class Network:
         _register_attention()
         self.folder = folder
         self.dtype = dtype
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, attn_implementation=_NAME
-        )
+        with _no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, attn_implementation=_NAME
+            )
         self.model: nn.Module = cast(nn.Module, model).eval().requires_grad_(False)
         self.arch = type(model).__name__
         self.shape = _shape(model.config, model.generation_config)
@@ -103,6 +104,20 @@ class Network:
         assert self._attention is not None, "attention outside a forward pass of the network"
         # In fp32 whatever the weights are: small bf16 products cost more in calls than they save in arithmetic.
         return self._attention.attend(layer, q.float(), k.float(), v.float(), scale).to(q.dtype)
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Generator[None]:
+    """Standard error belongs to the program that uses the server."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 _NAME = "paritygate_packed"

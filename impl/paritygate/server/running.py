@@ -65,15 +65,7 @@ def start(
     One CPU thread runs the model unless `threads` says more; results are the same bits only at the same number.
     Raises BadInputError for an unusable model, key, dtype or port.
     """
-    import torch
-    import uvicorn
-
     from paritygate.server import models
-    from paritygate.server.app import build_app
-    from paritygate.server.engine import Engine
-    from paritygate.server.network import Network
-    from paritygate.server.service import Service
-    from paritygate.server.store import Store
 
     key = _check_key(api_key)
     if dtype not in DTYPES:
@@ -85,6 +77,16 @@ def start(
     scratch = None if state_dir is not None else Path(tempfile.mkdtemp(prefix="paritygate-server-"))
     try:
         source = models.resolve(model)
+        # Only now: importing torch and transformers takes seconds, and a mistyped argument should not.
+        import torch
+        import uvicorn
+
+        from paritygate.server.app import build_app
+        from paritygate.server.engine import Engine
+        from paritygate.server.network import Network
+        from paritygate.server.service import Service
+        from paritygate.server.store import Store
+
         network = Network(source.folder, getattr(torch, dtype))
         engine = Engine(network, limits, _tokenizer(source.folder), threads)
         service = Service(engine, Store(scratch or Path(str(state_dir))), limits, source.name)

@@ -21,6 +21,7 @@ class Service:
         self.store = store
         self.limits = limits
         self.model_name = model_name
+        self.routes: list[tuple[str, str]] = []
         self.promises = Promises(limits)
         self.sessions = Sessions(limits.sessions)
         self.samplers = Samplers(engine, store, self.promises, limits, model_name)

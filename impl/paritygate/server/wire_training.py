@@ -113,7 +113,7 @@ def _tensor(message: "pb.Tensor", where: str, *, integers: bool) -> np.ndarray:
     dtype = kinds[message.dtype]
     shape = tuple(message.shape)
     if any(n < 0 for n in shape) or len(shape) > 2:
-        raise RequestError(f"{where}: shape {list(shape)} is not one of a vector or a matrix")
+        raise RequestError(f"{where}: shape {list(shape)} is neither a vector's nor a matrix's")
     if message.WhichOneof("encoding") == "sparse_csr":
         csr = message.sparse_csr
         values = _array(csr.values, dtype, where)

@@ -1,0 +1,304 @@
+"""The numbers are right: against plain transformers with autograd, torch's AdamW, and themselves at any batching."""
+
+import math
+import random
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from counts import soak
+from paritygate.server.attention import PlainAttention
+from paritygate.server.engine import Engine
+from paritygate.server.jobs import SampleJob, SampleResult
+from paritygate.server.limits import Limits, RequestError
+from paritygate.server.lora import BASE, Adapter, LoraSpec, Snapshot
+from paritygate.server.losses import LossInputs
+from paritygate.server.sampling import SamplingParams
+from paritygate.server.scoring import Scoring
+from paritygate.server.training import AdamParams, Datum, Pass, adam_step
+
+
+def plain_model(network: Any, dtype: torch.dtype = torch.float64) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(network.folder), dtype=dtype, attn_implementation="eager").eval()
+
+
+def moved_adapter(network: Any, **kinds: bool) -> Adapter:
+    """An adapter whose B is not 0, so that every gradient is in play."""
+    adapter = Adapter(LoraSpec(rank=4, seed=3, **kinds), network.targets)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in adapter.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return adapter
+
+
+def merged_logprobs(model: Any, adapter: Adapter, leaves: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
+    """(N, V) logprobs of plain transformers whose weights are W + scale * B A, differentiable in A and B."""
+    weights = dict(model.named_parameters())
+    for name in adapter.a:
+        full = "lm_head.weight" if name == "unembed" else f"model.{name}.weight"
+        low_rank = leaves[f"{name}.lora_B"] @ leaves[f"{name}.lora_A"]
+        weights[full] = weights[full].detach() + adapter.spec.scale * low_rank
+    out = torch.func.functional_call(model, weights, (torch.tensor([tokens]),))
+    return torch.log_softmax(out.logits[0].double(), -1)
+
+
+def leaves_of(adapter: Adapter) -> dict[str, torch.Tensor]:
+    return {name: p.detach().double().requires_grad_() for name, p in adapter.parameters()}
+
+
+def random_datum(generator: random.Random, length: int, vocabulary: int) -> Datum:
+    tokens = [generator.randrange(vocabulary) for _ in range(length + 1)]
+    weights = torch.tensor([generator.choice([0.0, 1.0, 0.25]) for _ in range(length)])
+    return Datum(tokens[:-1], LossInputs(torch.tensor(tokens[1:]), {"weights": weights}))
+
+
+@pytest.mark.parametrize("kinds", [{}, {"unembed": False}, {"attn": False, "mlp": False}])
+def test_logprobs_and_gradients_equal_plain_transformers(network: Any, kinds: dict[str, bool]) -> None:
+    generator = random.Random(0)
+    adapter = moved_adapter(network, **kinds)
+    # Lengths below, at and over a block of 64 keys, packed into pieces of different numbers of datums.
+    data = [random_datum(generator, n, network.shape.vocabulary) for n in (1, 3, 63, 64, 65, 130, 20)]
+    work = Pass(network, adapter, data, "cross_entropy", {}, forward_only=False)
+    for _ in work.steps(150):
+        pass
+    model, leaves = plain_model(network), leaves_of(adapter)
+    loss = torch.zeros((), dtype=torch.float64)
+    for datum, got in zip(data, work.outcome.logprobs, strict=True):
+        want = merged_logprobs(model, adapter, leaves, datum.tokens)
+        want = want.gather(1, datum.inputs.target_tokens[:, None])[:, 0]
+        assert torch.allclose(got.double(), want, rtol=0, atol=1e-5)
+        loss = loss - (datum.inputs.of("weights") * want).sum()
+    assert work.outcome.loss == pytest.approx(float(loss.detach()), rel=1e-6)
+    loss.backward()
+    for name, parameter in adapter.parameters():
+        want = leaves[name].grad
+        assert parameter.grad is not None
+        assert want is not None
+        scale = float(want.abs().max())
+        assert torch.allclose(parameter.grad.double(), want, rtol=1e-5, atol=1e-5 * max(scale, 1.0)), name
+
+
+def test_recomputed_activations_give_the_same_gradients(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [random_datum(random.Random(5), 90, network.shape.vocabulary) for _ in range(2)]
+    gradients: list[dict[str, torch.Tensor]] = []
+    for limit in (2048, 10):
+        monkeypatch.setattr(Pass, "recompute_over", limit)
+        adapter = moved_adapter(network)
+        for _ in Pass(network, adapter, data, "cross_entropy", {}, forward_only=False).steps(1000):
+            pass
+        gradients.append({name: p.grad for name, p in adapter.parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, grad in gradients[0].items():
+        assert torch.equal(grad, gradients[1][name]), name
+
+
+def test_gradients_accumulate_over_requests_and_pieces(network: Any) -> None:
+    data = [random_datum(random.Random(2), n, network.shape.vocabulary) for n in (30, 40, 50, 60)]
+    at_once, split = moved_adapter(network), moved_adapter(network)
+    for _ in Pass(network, at_once, data, "cross_entropy", {}, forward_only=False).steps(10_000):
+        pass
+    for half in (data[:2], data[2:]):
+        for _ in Pass(network, split, half, "cross_entropy", {}, forward_only=False).steps(1):
+            pass
+    for (name, a), (_, b) in zip(at_once.parameters(), split.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-5 * max(1.0, float(a.grad.abs().max()))), name
+
+
+def test_forward_only_leaves_no_gradient(network: Any) -> None:
+    adapter = moved_adapter(network)
+    data = [random_datum(random.Random(2), 30, network.shape.vocabulary)]
+    for _ in Pass(network, adapter, data, "cross_entropy", {}, forward_only=True).steps(100):
+        pass
+    assert all(p.grad is None for _, p in adapter.parameters())
+
+
+def test_a_failed_request_leaves_no_gradient(network: Any) -> None:
+    adapter = moved_adapter(network)
+    good = random_datum(random.Random(2), 30, network.shape.vocabulary)
+    inputs = {"logprobs": torch.full((30,), -200.0), "advantages": torch.ones(30)}
+    bad = Datum(good.tokens, LossInputs(good.inputs.target_tokens, inputs))
+    fine = Datum(good.tokens, LossInputs(good.inputs.target_tokens, {**inputs, "logprobs": torch.zeros(30)}))
+    work = Pass(network, adapter, [fine, bad], "importance_sampling", {}, forward_only=False)
+    with pytest.raises(RequestError, match="datum 1"):
+        list(work.steps(1))
+    assert all(p.grad is None for _, p in adapter.parameters())
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_adam_is_torch_adamw(network: Any, clip: float) -> None:
+    adapter = moved_adapter(network)
+    mirror = [p.detach().clone().requires_grad_() for _, p in adapter.parameters()]
+    optimizer = torch.optim.AdamW(mirror, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        for (_, parameter), other in zip(adapter.parameters(), mirror, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            other.grad = parameter.grad.clone()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(mirror, clip)
+        optimizer.step()
+        adam_step(adapter, AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.1, clip))
+    for (name, parameter), other in zip(adapter.parameters(), mirror, strict=True):
+        assert torch.allclose(parameter, other, rtol=1e-5, atol=1e-6), name
+        assert parameter.grad is None
+
+
+def test_adam_refuses_a_gradient_that_is_not_finite(network: Any) -> None:
+    adapter = moved_adapter(network)
+    before = [p.detach().clone() for _, p in adapter.parameters()]
+    first = next(p for _, p in adapter.parameters())
+    first.grad = torch.full_like(first, float("nan"))
+    with pytest.raises(RequestError, match="gradient norm"):
+        adam_step(adapter, AdamParams())
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, adapter.parameters(), strict=True))
+    adam_step(adapter, AdamParams())
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+def sample(engine: Engine, jobs: list[SampleJob]) -> list[SampleResult]:
+    for job in jobs:
+        engine.submit(job)
+    return [job.future.result(120) for job in jobs]
+
+
+def job(
+    prompt: list[int], snapshot: Snapshot, seed: int, *, tokens: int = 12, samples: int = 1, **options: Any
+) -> SampleJob:
+    params = SamplingParams(tokens, seed, **options)
+    scoring = Scoring(own=True, first=1) if len(prompt) > 1 else None
+    return SampleJob(prompt, params, samples, snapshot, scoring, 0, Future())
+
+
+@pytest.fixture
+def engine(network: Any) -> Any:
+    engine = Engine(network, Limits(prefill_tokens=48, rows=9), None, 1)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def test_sampled_logprobs_are_those_of_plain_transformers_and_of_scoring(network: Any, engine: Engine) -> None:
+    adapter = moved_adapter(network)
+    snapshot = adapter.freeze("v", torch.float32)
+    model, leaves = plain_model(network), leaves_of(adapter)
+    for length in (1, 5, 64, 100):
+        prompt = [random.Random(length).randrange(480) for _ in range(length)]
+        (result,) = sample(engine, [job(prompt, snapshot, seed=length, tokens=70)])
+        drawn = result.samples[0]
+        full = prompt + drawn.tokens
+        with torch.no_grad():
+            plain = merged_logprobs(model, adapter, leaves, full[:-1])
+        want = [float(plain[i, t]) for i, t in enumerate(full[1:])]
+        assert drawn.logprobs == pytest.approx(want[length - 1 :], abs=1e-5)
+        engine.prefix.clear()
+        (scored,) = sample(engine, [job(full, snapshot, seed=0, tokens=1)])
+        assert scored.scores is not None
+        assert scored.scores.own[0] is None
+        assert scored.scores.own[1:] == pytest.approx(want, abs=1e-5)
+        assert scored.scores.own[length:] == drawn.logprobs  # the same bits, decoded or prefilled
+
+
+def test_the_same_seed_gives_the_same_bits_in_any_company(network: Any, engine: Engine) -> None:
+    """Alone, together, with other adapters, cached or not, from other prompts: tokens and logprobs do not move."""
+    generator = random.Random(7)
+    snapshots = [BASE, *(moved_adapter(network, unembed=u).freeze(f"s{u}", torch.float32) for u in (True, False))]
+    shared = [generator.randrange(480) for _ in range(70)]
+    cases: list[tuple[list[int], Snapshot, int, int, dict[str, Any]]] = []
+    for index in range(soak(quick=14, full=120)):
+        tail = [generator.randrange(480) for _ in range(generator.choice([0, 1, 2, 15, 16, 17, 40]))]
+        prompt = shared[: generator.choice([1, 16, 60, 64, 70])] + tail
+        options = generator.choice([{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.8}, {"temperature": 0.0}])
+        cases.append((prompt, snapshots[index % 3], index, generator.choice([1, 1, 3]), options))
+
+    def run(order: list[int], *, together: bool) -> dict[int, list[tuple[list[int], list[float]]]]:
+        jobs = {i: job(c[0], c[1], c[2], tokens=9, samples=c[3], **c[4]) for i, c in ((i, cases[i]) for i in order)}
+        results: dict[int, SampleResult] = {}
+        if together:
+            results = dict(zip(order, sample(engine, [jobs[i] for i in order]), strict=True))
+        else:
+            for i in order:
+                engine.prefix.clear()
+                (results[i],) = sample(engine, [jobs[i]])
+        return {i: [(s.tokens, s.logprobs) for s in results[i].samples] for i in order}
+
+    order = list(range(len(cases)))
+    alone = run(order, together=False)
+    assert run(order, together=True) == alone
+    generator.shuffle(order)
+    assert run(order, together=True) == alone
+
+
+def test_snapshots_do_not_move_when_training_goes_on(network: Any, engine: Engine) -> None:
+    adapter = moved_adapter(network)
+    snapshot = adapter.freeze("frozen", torch.float32)
+    prompt = [5, 6, 7, 8]
+    (before,) = sample(engine, [job(prompt, snapshot, seed=1)])
+    for _ in range(3):
+        data = [random_datum(random.Random(1), 20, 480)]
+        work = Pass(network, adapter, data, "cross_entropy", {}, forward_only=False)
+        for _ in work.steps(100):
+            pass
+        adam_step(adapter, AdamParams(0.1))
+    engine.prefix.clear()
+    (after,) = sample(engine, [job(prompt, snapshot, seed=1)])
+    assert after.samples == before.samples
+    assert after.scores == before.scores
+    (moved,) = sample(engine, [job(prompt, adapter.freeze("later", torch.float32), seed=1)])
+    assert moved.scores != before.scores
+
+
+def test_samples_follow_the_distribution(network: Any, engine: Engine) -> None:
+    """Draws of one token against its probabilities: chi-square over the likely ones, and what top_k, top_p keep."""
+    n = soak(quick=2000, full=20_000)
+    prompt = [3, 9, 27]
+    with torch.no_grad(), network.routed([], PlainAttention([16])):
+        hidden = network.forward(torch.tensor(prompt + [0] * 13), torch.arange(16))
+        probabilities = torch.softmax(network.head(hidden, [])[2].double(), -1)
+    jobs = [job(prompt, BASE, seed=s, tokens=1, samples=100) for s in range(n // 100)]
+    counts = torch.zeros(480)
+    for result in sample(engine, jobs):
+        for drawn in result.samples:
+            counts[drawn.tokens[0]] += 1
+    expected = probabilities * n
+    likely = expected > 5
+    rest_expected, rest = float(expected[~likely].sum()), float(counts[~likely].sum())
+    chi = float(((counts[likely] - expected[likely]) ** 2 / expected[likely]).sum())
+    chi += (rest - rest_expected) ** 2 / rest_expected
+    freedom = int(likely.sum())
+    assert chi < freedom + 5 * math.sqrt(2 * freedom)
+    top = set(torch.topk(probabilities, 4).indices.tolist())
+    (narrow,) = sample(engine, [job(prompt, BASE, seed=0, tokens=1, samples=200, top_k=4)])
+    assert {s.tokens[0] for s in narrow.samples} == top
+    order = torch.sort(probabilities, descending=True)
+    kept = int((torch.cumsum(order.values, 0) < 0.3).sum()) + 1
+    (nucleus,) = sample(engine, [job(prompt, BASE, seed=0, tokens=1, samples=200, top_p=0.3)])
+    assert {s.tokens[0] for s in nucleus.samples} <= set(order.indices[:kept].tolist())
+
+
+def test_a_prompt_that_is_cached_whole_is_served(network: Any, engine: Engine) -> None:
+    prompt = list(range(32))
+    first, second = (sample(engine, [job(prompt, BASE, seed=4)])[0] for _ in range(2))
+    assert first.samples == second.samples
+    assert first.scores == second.scores
+    assert (first.cached_tokens, second.cached_tokens) == (0, 32)
+
+
+def test_memory_limits_hold_back_rows_but_lose_none(network: Any) -> None:
+    one = 128 * (network.shape.layers * 2 * network.shape.kv_heads * network.shape.head_dim + network.shape.hidden) * 4
+    limits = Limits(active_cache_bytes=2 * one, prefix_cache_bytes=one // 4, rows=3)
+    engine = Engine(network, limits, None, 1)
+    engine.start()
+    jobs = [job([i, i + 1, i + 2], BASE, seed=i, tokens=100, samples=2) for i in range(5)]
+    results = sample(engine, jobs)
+    assert all(len(s.tokens) == 100 for r in results for s in r.samples)
+    assert engine.prefix.bytes <= limits.prefix_cache_bytes
+    engine.stop()
