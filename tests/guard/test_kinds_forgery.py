@@ -13,7 +13,7 @@ from small_tree import Tree
 from test_kinds_sessions import poison_rewritten
 
 from paritygate.receipts.files import canonical
-from paritygate.receipts.parity import statement_of, write_parity_receipt
+from paritygate.receipts.parity import read_parity_receipt, statement_of, write_parity_receipt
 from paritygate.receipts.subjects import subjects
 
 CELL = {"dtype": "float64", "regime": "ordinary", "oracle": "reference", "comparisons": 30, "worst_margin": 0.5}
@@ -50,6 +50,13 @@ def test_a_full_run_shows_parity_again(tree: Tree) -> None:
     (fresh,) = (path for path in tree.receipts() if path != own)
     assert fresh.name in done.stdout  # the run stands on what it has seen itself
     assert tree.git("worktree", "list").count("\n") == 1
+
+
+def test_a_full_run_repeats_the_seed_of_the_receipt(bare: Tree) -> None:
+    assert "parity: green" in bare.parity("-p", "_hypothesis_pytestplugin", "--hypothesis-seed", "7")
+    done = bare.run("--service")
+    assert (done.returncode, "ran 4.0" in done.stdout) == (0, True), done
+    assert [read_parity_receipt(path).part("hypothesis")["seed"] for path in bare.receipts()] == ["7", "7"]
 
 
 def test_a_forged_receipt_over_a_broken_loss(bare: Tree) -> None:
