@@ -150,3 +150,17 @@ def test_stopping_twice_and_without_a_start_is_harmless(tmp_path):
         return server.ended()
 
     assert asyncio.run(main()) is None
+
+
+def test_a_start_that_is_cancelled_leaves_no_process():
+    async def main():
+        server = EmbeddedServer("tiny")
+        starting = asyncio.ensure_future(server.start())
+        await asyncio.sleep(0.3)
+        assert server.pid is not None
+        assert psutil.pid_exists(server.pid)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return server.pid
+
+    assert not psutil.pid_exists(asyncio.run(main()))

@@ -2,8 +2,7 @@
 
 import asyncio
 import os
-import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from paritygate.backend.embedded import EmbeddedServer
-from paritygate.backend.guard import Guard, probe
+from paritygate.backend.guard import Guard, in_daemon_thread, probe
 from paritygate.backend.sampler import Sampler
 from paritygate.backend.trainer import Trainer, no_retries
 from paritygate.errors import BackendError, BadInputError
@@ -188,28 +187,3 @@ def _key(api_key: str | None, base_url: str) -> str:
     if not key.startswith(("tml-", "eyJ")):
         raise BadInputError("TINKER_API_KEY must start with tml-.")
     return key
-
-
-async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Run a blocking call in a thread that cannot keep the process alive, as the default executor's threads do."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def deliver(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # pyright: ignore[reportArgumentType]
-
-    def body() -> None:
-        try:
-            result, error = function(), None
-        except BaseException as caught:
-            result, error = None, caught
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, result, error)
-
-    threading.Thread(target=body, daemon=True).start()
-    return await future

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from paritygate.backend.guard import in_daemon_thread
 from paritygate.bootstrap import command
 from paritygate.errors import BackendError
 
@@ -54,7 +55,11 @@ class EmbeddedServer:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the child in order
         )
-        announced = await self._announcement()
+        try:
+            announced = await self._announcement()
+        except BaseException:
+            await self.stop()
+            raise
         self.base_url, self.model = str(announced["base_url"]), str(announced["model"])
 
     def ended(self) -> str | None:
@@ -87,7 +92,7 @@ class EmbeddedServer:
     async def _announcement(self) -> dict[str, object]:
         assert self._process is not None
         assert self._process.stdout is not None
-        reading = asyncio.ensure_future(asyncio.to_thread(self._process.stdout.readline))
+        reading = asyncio.ensure_future(in_daemon_thread(self._process.stdout.readline))
         done, _ = await asyncio.wait({reading}, timeout=START_SECONDS)
         line = reading.result() if done else ""
         try:
@@ -96,12 +101,10 @@ class EmbeddedServer:
                 return announced
         except (json.JSONDecodeError, AttributeError):
             pass
-        if not line:
-            self._process.wait(timeout=5) if done else self._process.kill()
-        reason = self.ended() or f"it said {line.strip()[:200]!r} where its address was expected"
-        await self.stop()
-        await asyncio.gather(reading, return_exceptions=True)
-        raise BackendError(f"The embedded server with model {self.model!r} did not start: {reason}")
+        if done and not line:
+            self._process.wait(timeout=5)
+        said = f"it said {line.strip()[:200]!r} where its address was expected" if done else f"in {START_SECONDS:g} s"
+        raise BackendError(f"The embedded server with model {self.model!r} did not start: {self.ended() or said}")
 
 
 def main() -> None:

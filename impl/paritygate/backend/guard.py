@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -168,3 +169,28 @@ def is_transient(error: Exception) -> bool:
 
 async def _awaited(submit: Callable[[], Awaitable[T]]) -> T:
     return await submit()
+
+
+async def in_daemon_thread(function: Callable[[], T]) -> T:
+    """Run a blocking call in a thread that cannot keep the process alive, as the default executor's threads do."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # pyright: ignore[reportArgumentType]
+
+    def body() -> None:
+        try:
+            result, error = function(), None
+        except BaseException as caught:
+            result, error = None, caught
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=body, daemon=True).start()
+    return await future
