@@ -13,6 +13,7 @@ import oracle
 from cases import DTYPES, REGIMES, LogitCase, logit_cases, logprob_rows, rounded, tensor
 from ledger import compare
 from paritygate_reference import sdpo as reference
+from served import served, server_gradients, wanted_gradients
 
 
 def as_rows(*arrays: np.ndarray) -> list[tuple[np.ndarray, ...]]:
@@ -303,3 +304,42 @@ def test_service_weights_have_the_gradient_of_the_divergence(losses: Any, device
         compare("sdpo/service_weights", gradient[None], expected, dtype="float64", **about)
 
     holds()
+
+
+SERVICE_ROWS = [
+    ("forward_kl", 480, False),
+    ("forward_kl", 20, True),
+    ("forward_kl", 20, False),
+    ("reverse_kl", 20, True),
+]
+SERVICE_ROWS += [("reverse_kl", 480, False), ("reverse_kl", 20, False), ("jsd", 20, True), ("jsd", 20, False)]
+
+
+@pytest.mark.parametrize(("divergence", "top_k", "tail"), SERVICE_ROWS)
+@pytest.mark.obligation("sdpo/service_gradient")
+def test_logit_level_through_the_embedded_server(
+    losses: Any, device: str, divergence: str, top_k: int, tail: bool
+) -> None:
+    """(N, K) weights sent as `cross_entropy` move the server's adapters as the reference's gradient does."""
+    tokens = [(37 * i + 11) % 480 for i in range(24)]
+    with torch.no_grad():
+        student = served().plain(torch.tensor([tokens])).logits[0]
+    teacher = student + torch.randn(student.shape, generator=torch.Generator().manual_seed(top_k), dtype=torch.float64)
+    mask = torch.tensor([0] * 9 + [1] * 15)
+    kept = torch.tensor([oracle.top_k(row, top_k) for row in student.tolist()])
+    pair = ((x.log_softmax(-1).gather(1, kept)).to(device) for x in (student, teacher))
+    weights = losses.sdpo.cross_entropy_weights(*pair, divergence=divergence, mixture=0.3, tail=tail).weights.cpu()
+    got = server_gradients(tokens, kept, weights * mask[:, None] / mask.sum())
+    slopes = reference.logit_loss_grad(
+        student[None].numpy(),
+        teacher[None].numpy(),
+        mask[None].numpy(),
+        divergence=divergence,
+        mixture=0.3,
+        top_k=top_k,
+        tail=tail,
+    )
+    wanted = wanted_gradients(tokens, torch.tensor(slopes[0]))
+    assert got.keys() == wanted.keys()
+    for name, gradient in got.items():
+        compare("sdpo/service_gradient", gradient, wanted[name], dtype="float32", where=name)

@@ -30,7 +30,7 @@ def spod_of(arguments: dict[str, Any]) -> tuple[spod.SpodLoss, torch.Tensor]:
     return result, torch.autograd.grad(result.loss, arguments["student_logits"])[0]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(logit_cases("float64", "ordinary"))
 def test_a_mask_is_dropping_the_positions(case: LogitCase) -> None:
     """One sequence: its masked positions cut out give the same loss and the same gradient elsewhere."""
@@ -48,7 +48,7 @@ def test_a_mask_is_dropping_the_positions(case: LogitCase) -> None:
     assert not gradient[1:].any()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(logit_cases("float32", "ordinary"), st.sampled_from([float("nan"), float("inf"), -float("inf"), 0.0, -6e4]))
 def test_anything_at_a_masked_position_changes_no_bit(case: LogitCase, poison: float) -> None:
     hidden = torch.tensor(case.mask == 0)
@@ -68,7 +68,7 @@ def test_anything_at_a_masked_position_changes_no_bit(case: LogitCase, poison: f
         assert torch.equal(torch.signbit(gradient), torch.signbit(slopes))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(logit_cases("float64", "ordinary"), st.integers(0, 2**32 - 1))
 def test_the_vocabulary_has_no_order(case: LogitCase, seed: int) -> None:
     """Permuted entries, permuted gradient; without ties, which go to the lowest index by definition."""
@@ -133,7 +133,7 @@ def test_micro_batches_change_nothing(case: LogitCase, rows: int) -> None:
 def test_spod_has_no_order_of_episodes_actions_or_vocabulary(dtype: str) -> None:
     close = CLOSE if dtype == "float64" else {"rtol": 2e-6, "atol": 2e-7}
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(spod_cases(dtype, "ordinary"), st.integers(0, 2**32 - 1))
     def holds(case: SpodCase, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -162,7 +162,7 @@ def test_spod_has_no_order_of_episodes_actions_or_vocabulary(dtype: str) -> None
     holds()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(spod_cases("float64", "ordinary"))
 def test_spod_of_micro_batches_of_episodes(case: SpodCase) -> None:
     """Episode by episode, each weighted by 1/E, gives the loss and the gradient of the whole batch."""
@@ -186,7 +186,7 @@ def test_spod_of_micro_batches_of_episodes(case: SpodCase) -> None:
     torch.testing.assert_close(gradient, torch.cat(slopes), **CLOSE)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(spod_cases("float64", "ordinary"))
 def test_spod_repeats_to_the_bit(case: SpodCase) -> None:
     first, gradient = spod_of(case.arguments("cpu"))
@@ -219,7 +219,7 @@ def test_a_fully_masked_sum_is_zero_and_attached() -> None:
     assert torch.equal(torch.autograd.grad(loss, student)[0], torch.zeros(2, 3, 5))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_averaging_a_constant_gives_it_and_flat_means_differ(lengths: list[list[int]]) -> None:
     action_index = torch.tensor([a for a, n in enumerate(n for ep in lengths for n in ep) for _ in range(n)])
