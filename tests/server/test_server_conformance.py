@@ -11,6 +11,7 @@ from tinker import types
 
 from paritygate import server
 
+CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 PROMPT = [5, 9, 200, 31, 77, 12, 300, 4]
 
 
@@ -175,7 +176,7 @@ def test_policy_losses_and_custom(trainer: Any) -> None:
     for loss, config, more in (
         ("importance_sampling", None, {}),
         ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, {}),
-        ("cispo", None, {}),
+        ("cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}, {}),
         ("dro", {"beta": 0.05}, {}),
         (
             "gspo",
@@ -202,7 +203,14 @@ def test_policy_losses_and_custom(trainer: Any) -> None:
     [
         ("stable_reinforce", {"logprobs": [0.0] * 7, "advantages": [0.0] * 7}, None, "publishes no formula"),
         ("dro", {"logprobs": [0.0] * 7, "advantages": [0.0] * 7}, None, "no default for beta"),
-        ("gspo", {"logprobs": [0.0] * 7, "advantages": [0.0] * 7}, None, "sequence_ratio_mask"),
+        ("gspo", {"logprobs": [0.0] * 7, "advantages": [0.0] * 7}, CLIP, "sequence_ratio_mask"),
+        ("gspo", {"logprobs": [0.0] * 7, "advantages": [0.0] * 7}, None, "for ppo only"),
+        (
+            "importance_sampling",
+            {"logprobs": [0.0] * 7, "advantages": [0.0] * 7, "clip_low_threshold": [0.0] * 7},
+            None,
+            "not an input",
+        ),
         ("ppo", {"logprobs": [0.0] * 7, "advantages": [0.0] * 7}, {"epsilon": 0.2}, "unknown loss_fn_config"),
         ("importance_sampling", {"logprobs": [0.0] * 7, "advantages": [float("nan")] * 7}, None, "must be finite"),
         ("importance_sampling", {"logprobs": [0.0] * 6, "advantages": [0.0] * 7}, None, "shape"),

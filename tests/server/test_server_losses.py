@@ -46,11 +46,11 @@ CASES: list[tuple[str, dict[str, float]]] = [
     ("importance_sampling", {}),
     ("ppo", {}),
     ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
-    ("cispo", {}),
+    ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     ("cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}),
     ("dro", {"beta": 0.05}),
     ("dro", {"beta": 0.0}),
-    ("gspo", {}),
+    ("gspo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     ("gspo", {"clip_low_threshold": 0.1, "clip_high_threshold": 9.0}),
 ]
 
@@ -85,7 +85,7 @@ def test_gspo_without_a_sampled_token_is_zero_and_still_a_gradient() -> None:
     leaf = torch.zeros(3, requires_grad=True)
     zeros = torch.zeros(3)
     inputs = LossInputs(torch.arange(3), {"logprobs": zeros, "advantages": zeros + 1, "sequence_ratio_mask": zeros})
-    loss = LOSSES["gspo"][0](leaf, inputs, {})
+    loss = LOSSES["gspo"][0](leaf, inputs, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
     loss.backward()
     assert float(loss.detach()) == 0
     assert leaf.grad is not None
@@ -97,7 +97,9 @@ def test_gspo_without_a_sampled_token_is_zero_and_still_a_gradient() -> None:
     [
         ("ppo", {"clip_low_threshold": 1.5}, "no interval"),
         ("ppo", {"clip_low_threshold": float("nan")}, "finite"),
-        ("cispo", {"clip_high_threshold": "high"}, "number"),
+        ("cispo", {"clip_low_threshold": 0.1, "clip_high_threshold": "high"}, "number"),
+        ("cispo", {"clip_high_threshold": 2.0}, "for ppo only"),
+        ("gspo", {}, "for ppo only"),
         ("dro", {}, "default for beta"),
         ("dro", {"beta": "x"}, "number"),
         ("importance_sampling", {"beta": 1.0}, "unknown loss_fn_config"),

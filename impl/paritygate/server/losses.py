@@ -1,7 +1,8 @@
 """The losses of the Tinker API, as its documentation defines them; every one is a sum over tokens, in nats.
 
-Source of every formula and default here: https://tinker-docs.thinkingmachines.ai/tinker/losses/ (one page a loss).
-Where that documentation gives no formula or no default, the request is refused and the error says so.
+Source of every formula and default here: https://tinker-docs.thinkingmachines.ai/tinker/losses/ (one page a loss), and
+its earlier form, tinker-cookbook docs/losses.mdx at commit a2b1b820. Where that documentation gives no formula or no
+default, the request is refused and the error says so.
 """
 
 import math
@@ -42,14 +43,14 @@ def importance_sampling(logprobs: Tensor, datum: LossInputs, config: Config) -> 
 
 def ppo(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
     """-sum(min(ratio * A, clamp(ratio, low, high) * A)), low 0.8, high 1.2 unless given. Source: .../losses/ppo."""
-    low, high = _thresholds(config)
+    low, high = _thresholds(config, _PPO_DEFAULTS)
     ratio = torch.exp(logprobs - datum.of("logprobs"))
     advantages = datum.of("advantages")
     return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
 
 
 def cispo(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
-    """-sum(stop_gradient(clamp(ratio, low, high)) * logprobs * A), thresholds as ppo. Source: .../losses/cispo."""
+    """-sum(stop_gradient(clamp(ratio, low, high)) * logprobs * A); thresholds must be given. Source: .../cispo."""
     low, high = _thresholds(config)
     ratio = torch.exp(logprobs - datum.of("logprobs")).clamp(low, high).detach()
     return -(ratio * logprobs * datum.of("advantages")).sum()
@@ -65,7 +66,7 @@ def dro(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
 def gspo(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
     """PPO with the sequence's geometric mean ratio over `sequence_ratio_mask`, token gradients (GSPO-token).
 
-    Source: .../losses/gspo.
+    The thresholds must be given. Source: .../losses/gspo.
     """
     low, high = _thresholds(config)
     masked = datum.of("sequence_ratio_mask") != 0
@@ -77,6 +78,7 @@ def gspo(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
     return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
 
 
+_PPO_DEFAULTS: Config = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _POLICY = ("logprobs", "advantages")
 LOSSES: dict[str, tuple[Loss, tuple[str, ...], frozenset[str]]] = {
     "cross_entropy": (cross_entropy, ("weights",), frozenset()),
@@ -107,7 +109,7 @@ def find_loss(name: str, config: Config) -> tuple[Loss, tuple[str, ...]]:
     if unknown:
         raise RequestError(f"loss {name}: unknown loss_fn_config {unknown[0]!r}; it takes {sorted(options) or 'none'}")
     if "clip_low_threshold" in options:
-        _thresholds(config)
+        _thresholds(config, _PPO_DEFAULTS if name == "ppo" else {})
     if "beta" in options:
         _beta(config)
     return loss, inputs
@@ -122,9 +124,15 @@ def _beta(config: Config) -> float:
     return beta
 
 
-def _thresholds(config: Config) -> tuple[float, float]:
-    low, high = _number(config, "clip_low_threshold"), _number(config, "clip_high_threshold")
-    low, high = 0.8 if low is None else low, 1.2 if high is None else high
+def _thresholds(config: Config, defaults: Config | None = None) -> tuple[float, float]:
+    """The interval that ratios are clamped to; only ppo's is documented ("currently fixed to 0.2")."""
+    given = {**(defaults or {}), **config}
+    low, high = _number(given, "clip_low_threshold"), _number(given, "clip_high_threshold")
+    if low is None or high is None:
+        raise RequestError(
+            "pass loss_fn_config={'clip_low_threshold': ..., 'clip_high_threshold': ...}: the documentation gives "
+            "defaults for ppo only (0.8 and 1.2)"
+        )
     if not 0 <= low <= high:
         raise RequestError(f"loss_fn_config: clip_low_threshold {low} and clip_high_threshold {high} are no interval")
     return low, high

@@ -70,6 +70,11 @@ def _datum(message: "pb.Datum", needed: tuple[str, ...], shape: Shape, where: st
         raise RequestError(
             f"{where}.target_tokens{list(place)} is {int(targets[place])}, outside the vocabulary of {shape.vocabulary}"
         )
+    unknown = sorted(set(inputs) - {"target_tokens", *needed})
+    if unknown:
+        raise RequestError(
+            f"{where}.loss_fn_inputs: {unknown[0]!r} is not an input of this loss: it takes {list(needed)}"
+        )
     tensors = {name: _loss_input(inputs, name, targets.shape, where) for name in needed}
     return Datum(tokens, LossInputs(torch.from_numpy(targets), tensors))
 
