@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ._distributions import chunk_rows, kl_divergence, log_mixture
+from .kernels import cpu
 
 TAIL_CAP = -1e-7  # the log of the kept mass is capped here, as in the official SDPO code at 0e6d5106
 SMALLEST_TAIL = -math.expm1(TAIL_CAP)
@@ -26,20 +27,32 @@ class RowDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, read: Tensor, options: Options) -> Tensor:
-        ctx.save_for_backward(student, teacher, read)
         ctx.options = options
+        if served(student, teacher, options):
+            found, known = cpu.divergence(student, teacher, read, options.divergence, options.mixture)
+            ctx.save_for_backward(student, teacher, read, known)
+            return found
+        ctx.save_for_backward(student, teacher, read, None)
         values = [_values(*_block(student, teacher, read, i, j), options) for i, j in chunk_rows(student)]
         return torch.cat(values) if values else student.new_zeros(0, dtype=torch.float64)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        student, teacher, read = ctx.saved_tensors
+        student, teacher, read, known = ctx.saved_tensors
+        if known is not None and not torch.is_grad_enabled():
+            kind, mixture, *_ = ctx.options
+            return cpu.divergence_gradient(student, teacher, read, kind, mixture, known, grad), None, None, None
         blocks: list[Tensor] = []
         for i, j in chunk_rows(student):
             rows = _gradients(*_block(student, teacher, read, i, j), ctx.options)
             scale = grad[i:j, None]
             blocks.append(torch.where(read[i:j, None] & (scale != 0), scale * rows, 0.0).to(student.dtype))
         return (torch.cat(blocks) if blocks else torch.zeros_like(student), None, None, None)
+
+
+def served(student: Tensor, teacher: Tensor, options: Options) -> bool:
+    """Whether the compiled rows take it: the full vocabulary, on the CPU, outside of graphs that torch compiles."""
+    return options.top_k is None and not torch.compiler.is_compiling() and cpu.serves(student, teacher)
 
 
 def _block(student: Tensor, teacher: Tensor, read: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:

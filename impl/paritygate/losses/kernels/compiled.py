@@ -12,8 +12,8 @@ from pathlib import Path
 
 from paritygate import bootstrap
 
-SOURCES = ("vector.hpp", "rows.hpp", "spod.cpp")
-FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-w", "-shared", "-fPIC", "-pthread")
+SOURCES = ("vector.hpp", "rows.hpp", "problem.hpp", "spod.cpp", "divergence.cpp")
+FLAGS = ("-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-w", "-shared", "-fPIC", "-pthread")
 WIDE = "-mprefer-vector-width=512"
 
 

@@ -116,6 +116,26 @@ def _target(out: Tensor) -> Tensor:
     return out if out.stride(1) == 1 or out.shape[1] == 1 else torch.empty(out.shape, dtype=out.dtype)
 
 
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+
+
+def divergence(student: Tensor, teacher: Tensor, read: Tensor, kind: str, mixture: float) -> tuple[Tensor, Tensor]:
+    """The divergence of each row to `read` (N,) bool, (N,) float64, 0 elsewhere; and what its gradient asks for."""
+    known = torch.zeros(student.shape[0], 4, dtype=torch.float64)
+    _call(_rows(student), _rows(teacher), read, None, known, divergence=(kind, mixture, read, None))
+    return known[:, 0].clone(), known
+
+
+def divergence_gradient(
+    student: Tensor, teacher: Tensor, read: Tensor, kind: str, mixture: float, known: Tensor, scale: Tensor
+) -> Tensor:
+    """d sum_i scale_i D_i / d student, (N, V) in its dtype; `scale` (N,) float64, `known` from `divergence`."""
+    out = torch.empty(student.shape, dtype=student.dtype)
+    asked = (kind, mixture, read, scale.double().contiguous())
+    _call(_rows(student), _rows(teacher), read, out, known, divergence=asked)
+    return out
+
+
 def _rows(logits: Tensor) -> Tensor:
     """`logits` with its vocabulary contiguous; rows may lie anywhere."""
     return logits.detach() if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.detach().contiguous()
@@ -132,6 +152,7 @@ def _call(
     success: Tensor | None = None,
     weights: Tensor | None = None,
     coefficients: Tensor | None = None,
+    divergence: tuple[str, float, Tensor, Tensor | None] | None = None,
     log_tau0: float = 0.0,
     floor_weight: float = 0.0,
 ) -> None:
@@ -157,7 +178,16 @@ def _call(
         logprobs.data_ptr(),
         gate.data_ptr(),
     )
-    if coefficients is None:
+    if divergence is not None:
+        kind, mixture, read, scale = divergence
+        chosen = read.to(torch.uint8).contiguous()
+        library().paritygate_divergence(
+            ctypes.byref(problem),
+            ctypes.c_int32(KINDS.index(kind)),
+            ctypes.c_double(mixture),
+            *(ctypes.c_void_p(None if x is None else x.data_ptr()) for x in (chosen, scale, rows)),
+        )
+    elif coefficients is None:
         library().paritygate_spod(ctypes.byref(problem))
     else:
         library().paritygate_linear(ctypes.byref(problem), ctypes.c_void_p(coefficients.data_ptr()))

@@ -6,6 +6,9 @@ static constexpr int64_t BLOCK = 2048;  // two blocks of float32 stay in the fir
 
 static constexpr float NEAR = 0.25f;
 
+// Columns of a row's statistics, float64: the order that cpu.py reads.
+enum { STUDENT_MAXIMUM, STUDENT_SUM, TEACHER_MAXIMUM, TEACHER_SUM, STUDENT_LOGPROB, TEACHER_LOGPROB, KL, SLOPE, CURVE, COLUMNS };
+
 // What a row is known by. The maximum and the sum of exponentials are kept apart: one float32 log-sum-exp loses 5e-4 at
 // float16's +-65504. `cross` = sum exp(q - maximum q) ((q - maximum q) - (p - maximum p)), from which KL(q || p) follows.
 struct Side {
@@ -38,6 +41,16 @@ struct Pair {
             q.sum *= shrink, slope *= shrink, curve *= shrink;
         }
         q.maximum = to;
+    }
+    void keep(double* s) const {
+        s[STUDENT_MAXIMUM] = p.maximum, s[STUDENT_SUM] = p.sum;
+        s[TEACHER_MAXIMUM] = q.maximum, s[TEACHER_SUM] = q.sum;
+        s[SLOPE] = near ? slope : std::nan(""), s[CURVE] = curve;
+    }
+    void recall(const double* s) {
+        p.maximum = (float)s[STUDENT_MAXIMUM], p.sum = s[STUDENT_SUM];
+        q.maximum = (float)s[TEACHER_MAXIMUM], q.sum = s[TEACHER_SUM];
+        near = s[SLOPE] == s[SLOPE], slope = s[SLOPE], curve = s[CURVE];
     }
     double shift() const { return std::log1p((slope + curve) / q.sum); }  // log sum exp p - log sum exp q, where near
     void settle() {                                                       // what the near sums say of the student
@@ -119,7 +132,8 @@ static void add_block(Pair& row, const typename D::Storage* p, const typename D:
         Vec eq = exponential(dq);
         sp += exponential(dp);
         sq += eq;
-        cross += dq > -INF ? eq * (dq - dp) : Vec{};  // no teacher mass: nothing, even against a student of -inf
+        // exp(-745) is the last teacher mass that float64 knows; below it even a student of -inf costs nothing
+        cross += dq > -745.0f ? eq * (dq - dp) : Vec{};
     };
     int64_t j = 0;
     for (; j + WIDTH <= count; j += WIDTH) add(load<D>(p + j) - cp, load<D>(q + j) - cq);
@@ -150,21 +164,13 @@ static Pair pair_sums(const typename D::Storage* p, const typename D::Storage* q
 }
 
 // KL(q || p) in nats from a row's sums; exactly 0 for identical rows.
-template <class D>
-static double forward_kl(const Pair& row, const typename D::Storage* p, const typename D::Storage* q, int64_t V) {
+static inline double forward_kl(const Pair& row) {
     double cross = row.cross, kl;
     if (row.near) {
         double x = (row.slope + row.curve) / row.q.sum;
         kl = row.curve / row.q.sum + (std::log1p(x) - x);
     } else {
-        // A student of -inf under a teacher mass too small for float32 leaves 0 * inf: only float64 can tell if there is any.
-        if (cross != cross && row.p.usable() && row.q.usable()) {
-            cross = 0;
-            for (int64_t j = 0; j < V; j++) {
-                double dq = load_one<D>(q + j) - (double)row.q.maximum, mass = std::exp(dq);
-                if (mass > 0) cross += mass * (dq - (load_one<D>(p + j) - (double)row.p.maximum));
-            }
-        }
+        if (cross != cross && row.p.usable() && row.q.usable()) return INF;  // 0 * inf: mass that float32 cannot hold
         kl = cross / row.q.sum - row.q.log_sum() + row.p.log_sum();
     }
     return kl < 0 ? 0 : kl;
@@ -218,6 +224,29 @@ struct Coefficients {
     double student, teacher, action;
 };
 
+// w (p - q) from log p - log q where that is small, so that what the two have in common does not cancel; half precision
+// cannot show the difference.
+template <class D>
+static void difference_row(const typename D::Storage* p, const typename D::Storage* q, typename D::Storage* out,
+                           int64_t V, const Pair& row, double weight) {
+    Vec cp = splat(row.p.maximum), cq = splat(row.q.maximum);
+    Vec wp = splat((float)(weight / row.p.sum)), wq = splat((float)(weight / row.q.sum));
+    if (row.near) {
+        Vec shift = splat((float)row.shift());
+        write_row<D>(out, p, V, [=](int64_t j, int64_t n) {
+            Vec y = load_upto<D>(q + j, n), ratio = difference(load_upto<D>(p + j, n), y) - shift;
+            return wq * exponential(y - cq) * exponential_minus_one(ratio);
+        });
+    } else {
+        Vec shift = splat((float)(row.p.log_sum() - row.q.log_sum()));
+        write_row<D>(out, p, V, [=](int64_t j, int64_t n) {
+            Vec dp = load_upto<D>(p + j, n) - cp, dq = load_upto<D>(q + j, n) - cq, ratio = dp - dq - shift;
+            Vec teacher = wq * exponential(dq), plain = wp * exponential(dp) - teacher;
+            return (ratio < 0.5f) & (ratio > -0.5f) ? teacher * exponential_minus_one(ratio) : plain;
+        });
+    }
+}
+
 template <class D>
 static void gradient_row(const typename D::Storage* p, const typename D::Storage* q, typename D::Storage* out, int64_t V,
                          int64_t action, const Pair& row, Coefficients c) {
@@ -228,13 +257,8 @@ static void gradient_row(const typename D::Storage* p, const typename D::Storage
     if (action < 0 || action >= V) c.action = 0, action = 0;  // not validated: its log-probability is NaN already
     double ep = std::exp(load_one<D>(p + action) - (double)row.p.maximum) / row.p.sum;
     double eq = c.teacher == 0 ? 0 : std::exp(load_one<D>(q + action) - (double)row.q.maximum) / row.q.sum;
-    if (row.near && c.student == c.teacher) {
-        Vec w = splat((float)(c.teacher / row.q.sum)), shift = splat((float)row.shift());
-        Vec centre = splat(row.q.maximum);
-        write_row<D>(out, p, V, [=](int64_t j, int64_t n) {
-            Vec y = load_upto<D>(q + j, n), u = difference(load_upto<D>(p + j, n), y) - shift;
-            return w * exponential(y - centre) * exponential_minus_one(u);
-        });
+    if (c.student == c.teacher && (row.near || sizeof *out == sizeof(float))) {
+        difference_row<D>(p, q, out, V, row, c.teacher);
         if (c.action != 0) store_one<D>(out + action, c.student * ep - c.teacher * eq - c.action);
         return;
     }

@@ -1,67 +1,7 @@
 // SPOD on rows of logits: what each row and action is known by, the gate, and the analytic gradient (design/080).
-#include "rows.hpp"
+#include "problem.hpp"
 
-#include <atomic>
-#include <functional>
-#include <system_error>
-#include <thread>
-#include <vector>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
-// Columns of a row's statistics, float64: the order that cpu.py reads.
-enum { STUDENT_MAXIMUM, STUDENT_SUM, TEACHER_MAXIMUM, TEACHER_SUM, STUDENT_LOGPROB, TEACHER_LOGPROB, KL, SLOPE, CURVE, COLUMNS };
-
-static constexpr int64_t SHORT_ACTION = 16;  // rows of one action that a core takes together, gate and gradient at once
-static constexpr int64_t CHUNK = 4;          // rows of anything else
-
-struct Problem {
-    int32_t dtype, threads;
-    const void *student, *teacher;
-    void* out;                                      // null: statistics alone
-    int64_t student_stride, teacher_stride, out_stride, rows, vocabulary, action_count;
-    const int64_t *actions, *starts;                // (N,), (A + 1,): rows starts[i] .. starts[i + 1] are action i
-    const uint8_t* success;                         // (A,) of the action's episode
-    const double* weights;                          // (A,) 1 / (tokens x actions x episodes), times any outer gradient
-    double log_tau0, floor_weight;
-    double* statistics;                             // (N, COLUMNS)
-    double* logprobs;                               // (A, 2) student, teacher
-    uint8_t* gate;                                  // (A,)
-};
-
-struct Span {
-    int64_t first, last, action;
-};
-
-// Rows never share a sum, so who takes which changes no bit of the result.
-static void each_of(const std::vector<Span>& spans, int threads, const std::function<void(const Span&)>& work) {
-    std::atomic<size_t> next{0};
-    auto worker = [&] {
-        for (size_t i; (i = next.fetch_add(1)) < spans.size();) work(spans[i]);
-    };
-    std::vector<std::thread> others;
-    int wanted = threads < (int)spans.size() ? threads : (int)spans.size();
-    try {
-        for (int i = 1; i < wanted; i++) others.emplace_back(worker);
-    } catch (const std::system_error&) {  // no thread to be had: the ones there are do the work
-    }
-    worker();
-    for (auto& other : others) other.join();
-}
-
-static void split(std::vector<Span>& spans, int64_t first, int64_t last, int64_t action) {
-    for (; first < last; first += CHUNK) spans.push_back({first, first + CHUNK < last ? first + CHUNK : last, action});
-}
-
-// Fresh memory arrives 4 KiB at a time unless huge pages are asked for; faulting it costs as much as filling it.
-static void expect_to_fill(void* from, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    const uintptr_t page = 1 << 21;
-    uintptr_t first = ((uintptr_t)from + page - 1) / page * page, last = ((uintptr_t)from + bytes) / page * page;
-    if (last > first + 2 * page) madvise((void*)first, last - first, MADV_HUGEPAGE);
-#endif
-}
+static constexpr int64_t SHORT_ACTION = 16;  // rows of one action that a thread takes together, gate and gradient at once
 
 template <class D>
 struct Spod {
@@ -76,24 +16,16 @@ struct Spod {
         const T *p = student(i), *q = teacher(i);
         Pair row = pair_sums<D>(p, q, x.vocabulary);
         double* s = x.statistics + i * COLUMNS;
-        s[STUDENT_MAXIMUM] = row.p.maximum;
-        s[STUDENT_SUM] = row.p.sum;
-        s[TEACHER_MAXIMUM] = row.q.maximum;
-        s[TEACHER_SUM] = row.q.sum;
+        row.keep(s);
         bool inside = x.actions[i] >= 0 && x.actions[i] < x.vocabulary;  // unvalidated input may not read past the row
         s[STUDENT_LOGPROB] = inside ? load_one<D>(p + x.actions[i]) - s[STUDENT_MAXIMUM] - row.p.log_sum() : NAN;
         s[TEACHER_LOGPROB] = inside ? load_one<D>(q + x.actions[i]) - s[TEACHER_MAXIMUM] - row.q.log_sum() : NAN;
-        s[SLOPE] = row.near ? row.slope : std::nan("");
-        s[CURVE] = row.curve;
-        s[KL] = forward_kl<D>(row, p, q, x.vocabulary);
+        s[KL] = forward_kl(row);
     }
 
     void differentiate(int64_t i, Coefficients c) const {
-        const double* s = x.statistics + i * COLUMNS;
         Pair row;
-        row.p.maximum = (float)s[STUDENT_MAXIMUM], row.p.sum = s[STUDENT_SUM];
-        row.q.maximum = (float)s[TEACHER_MAXIMUM], row.q.sum = s[TEACHER_SUM];
-        row.near = s[SLOPE] == s[SLOPE], row.slope = s[SLOPE], row.curve = s[CURVE];
+        row.recall(x.statistics + i * COLUMNS);
         gradient_row<D>(student(i), teacher(i), out(i), x.vocabulary, x.actions[i], row, c);
     }
 

@@ -139,10 +139,16 @@ def gradient_kernel(
             e = _exp(y - tl.load(known + 2).to(tl.float32))
             value = weight * e * _expm1(_difference(x, y) - shift.to(tl.float32))
         else:
-            value = (of_p / tl.load(known + 1)).to(tl.float32) * _exp(x - tl.load(known).to(tl.float32))
+            dp = x - tl.load(known).to(tl.float32)
+            value = (of_p / tl.load(known + 1)).to(tl.float32) * _exp(dp)
             if of_q != 0.0:
                 y = tl.load(q_ptr + row * q_stride + at, mask=inside, other=-INF).to(tl.float32)
-                value -= (of_q / tl.load(known + 3)).to(tl.float32) * _exp(y - tl.load(known + 2).to(tl.float32))
+                dq = y - tl.load(known + 2).to(tl.float32)
+                teacher = (of_q / tl.load(known + 3)).to(tl.float32) * _exp(dq)
+                value -= teacher
+                if (kind == tl.float32) & (of_p == of_q):  # half precision cannot show what cancels
+                    ratio = dp - dq - tl.log(tl.load(known + 1) / tl.load(known + 3)).to(tl.float32)
+                    value = tl.where(tl.abs(ratio) < 0.5, teacher * _expm1(ratio), value)
         value = tl.where(at == tl.load(a_ptr + row), value - of_action.to(tl.float32), value)
         tl.store(out, value.to(kind), mask=inside)
 

@@ -68,19 +68,6 @@ static inline Vec exponential(Vec x) {
 #endif
 }
 
-// log(x) for normal x > 0: atanh series on [sqrt(1/2), sqrt(2)), relative error 2e-9 before rounding.
-static inline Vec logarithm(Vec x) {
-    Bits shifted = bits(x) - 0x3f3504f3u;
-    Int exponent = (Int)shifted >> 23;
-    Vec m = floats((shifted & 0x007fffffu) + 0x3f3504f3u);
-    Vec f = m - 1.0f;
-    Vec s = f / (m + 1.0f), z = s * s;
-    Vec series = splat(0.148954436f);
-    series = series * z + 0.199901903f;
-    series = series * z + 0.333333776f;
-    return __builtin_convertvector(exponent, Vec) * 0.69314718f + (s * 2.0f) * (series * z + 1.0f);
-}
-
 static inline float highest(Vec x) {
     float best = x[0];
     for (int i = 1; i < WIDTH; i++) best = x[i] > best ? x[i] : best;
