@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from paritygate.spec import Arm, ArmKind, Experiment, load
-from paritygate.spec.pins import PINS, TAU_BENCH_DATABASE_SHA256
+from paritygate.spec.pins import PINS, TAU_BENCH_DATABASE_SHA256, is_pinned, unknown_pins
 from paritygate.spec.schema import load_schema, spec_folder
 
 SPECS = spec_folder()
@@ -114,6 +114,34 @@ def test_every_object_of_every_schema_is_closed(name: str):
                 visit(child, f"{place}/{index}")
 
     visit(schema, "")
+
+
+COOKBOOK = PINS["tinker-cookbook"].token
+SDPO = PINS["sdpo-official"].token
+
+
+@pytest.mark.parametrize(
+    ("revision", "pinned"),
+    [
+        (COOKBOOK, True),
+        (SDPO, True),
+        ("tree:reference", True),
+        (f"tree:reference (float64); {SDPO} (the official code)", True),
+        (f"{COOKBOOK}, or a later one", False),
+        (f"{COOKBOOK} pinned at run time", False),
+        (f"{COOKBOOK}; the same", False),
+        (f"commit {SDPO}", False),
+        (SDPO[:-1], False),
+        (SDPO.upper(), False),
+        ("tinker-cookbook==0.6.1", False),
+        (f"{SDPO}\n", False),
+        ("tree:reference (a) (b)", False),
+        ("", False),
+    ],
+)
+def test_a_revision_is_pinned_when_it_is_a_list_of_pins_and_nothing_else(revision: str, pinned: bool):
+    assert is_pinned(revision) is pinned
+    assert not (pinned and unknown_pins(revision))
 
 
 def test_an_experiment_stands_on_the_losses_of_its_arms():

@@ -7,7 +7,7 @@ import pytest
 from test_simulation import ARMS, RULE
 
 from paritygate.errors import BadInputError
-from paritygate.statistics import Verdict, decide, decide_frozen
+from paritygate.statistics import Verdict, betting_interval, decide, decide_frozen
 
 TASKS = range(60)
 
@@ -35,6 +35,7 @@ def rows(arm: str, composite: float, reward: float, tasks: range = TASKS) -> lis
         (-0.35, 0.5, "inconclusive"),
         (-0.5, -0.5, "failed"),
         (0.0, 0.0, "inconclusive"),
+        (0.0, -0.5, "inconclusive"),  # the guard's whole interval lies below -.10, the primary's does not lie below .03
     ],
 )
 def test_the_rule_at_its_edges(composite: float, reward: float, outcome: str):
@@ -45,6 +46,13 @@ def test_the_rule_at_its_edges(composite: float, reward: float, outcome: str):
     assert verdict.outcome == outcome
     assert verdict.criteria[0].mean == pytest.approx(composite)
     assert verdict.why.startswith(outcome.capitalize())
+
+
+def test_the_secondary_interval_shares_alpha_too():
+    items = rows("sdpo_token", 0.75, 1.0) + rows("grpo", 0.25, 0.5)
+    for result in judge(items).criteria:
+        alone = betting_interval([0.5] * 60, bounds=(-1, 1), alpha=RULE.alpha / 2)
+        assert (result.betting_low, result.betting_high) == (alone.low, alone.high)
 
 
 def test_an_interval_that_touches_the_margin_is_not_above_it():
