@@ -201,6 +201,10 @@ def test_a_gold_episode_has_the_tokens_of_the_rollout_that_says_the_same(rendere
         for confirm in (False, True):
             gold = gold_trajectory(source, split, index, renderer, context, confirm=confirm)
             turns = [list(gold.tokens[start:end]) for start, end in gold.spans]
+            assert all("<think>" not in renderer._tokenizer.decode(turn) for turn in turns)
+            said = [{"role": "system", "content": context.system}, *gold.messages[:-1]]
+            whole = renderer.render_ids(said, tools=context.rendered_tools)
+            assert list(gold.tokens) == whole[: len(gold.tokens)]  # a non-thinking render is the same tokens
             env = retail.RetailEpisode(source, split, index)
             user = Talker([m["content"] for m in gold.messages if m["role"] == "user"][:-1])
             limits = Limits(max_turns=100, max_tokens_per_turn=5000, max_seq_len=100_000)

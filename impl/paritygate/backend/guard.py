@@ -114,7 +114,7 @@ class Guard:
                 return call.result()
             if down.done():
                 down.result()
-            raise BackendError(f"{what}: {self.base_url} did not answer within {self.limit:g} s.")
+            raise ServiceDown(f"{what}: {self.base_url} did not answer within {self.limit:g} s.")
         finally:
             self._waiting -= 1
             if not call.done():
