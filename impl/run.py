@@ -50,7 +50,7 @@ def call(root: Path, options: dict[str, Any]) -> Any:
     if check:
         from paritygate.experiment.plan import plan
 
-        return plan(spec, device=options["device"], tau_bench=options["tau_bench"])
+        return plan(spec, root=root, device=options["device"], tau_bench=options["tau_bench"])
     from paritygate import experiment
 
     return experiment.run(spec, root=root, environment=environment, **options)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paritygate.experiment import forecast, plan
+from paritygate.experiment import benchmark, forecast, plan
 from paritygate.experiment.state import Decided, State
 from paritygate.spec import Advantage
 
@@ -27,10 +27,10 @@ async def design_check(state: State) -> Decided:
 
     exp, source = state.exp, load_source(state.options)
     checks = plan.design_checks(exp)
-    data, space = plan.benchmark_facts(exp, source), forecast.room(exp, source)
+    data, space = benchmark.facts_of(exp, source), forecast.room(exp, source)
     primary, n = checks["primary"], exp.eval.n_examples
     lines = plan.design_lines(exp, checks)
-    notes = (*plan.benchmark_lines(exp, data), *plan.context_lines(exp, source), *plan.room_lines(exp, space))
+    notes = (*benchmark.lines_of(exp, data), *plan.context_lines(exp, source), *plan.room_lines(exp, space))
     for line in (*lines, *notes):
         state.progress.line(f"      {line}")
     return Decided(

@@ -2,16 +2,15 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paritygate.errors import BadInputError
-from paritygate.experiment import forecast
+from paritygate.errors import BadInputError, ParityGateError
+from paritygate.experiment import benchmark, forecast
 from paritygate.experiment.phases import PHASES
-from paritygate.spec import Experiment, TaskSelection
-from paritygate.spec.findings import SPLIT_SIZES
+from paritygate.receipts import require_parity
+from paritygate.spec import Experiment
 from paritygate.statistics import DesignCheck, design_check
 
 if TYPE_CHECKING:
@@ -45,8 +44,13 @@ class Plan:
         return {"plan": [dataclasses.asdict(section) for section in self.sections], **self.facts}
 
 
-def plan(exp: Experiment, *, device: str = "cpu", tau_bench: str | Path | None = None) -> Plan:
-    """Everything that can be said of a run without a service; what is missing is said, not refused."""
+def plan(
+    exp: Experiment, *, root: Path | None = None, device: str = "cpu", tau_bench: str | Path | None = None
+) -> Plan:
+    """Everything that can be said of a run without a service; what is missing is said, not refused.
+
+    root: the checkout whose parity receipts are looked at (None: they are not).
+    """
     from paritygate.retail import load
 
     source, absent = None, ""
@@ -55,17 +59,19 @@ def plan(exp: Experiment, *, device: str = "cpu", tau_bench: str | Path | None =
     except BadInputError as error:
         absent = str(error)
     checks = design_checks(exp)
-    data = benchmark_facts(exp, source) if source is not None else {}
+    data = benchmark.facts_of(exp, source) if source is not None else {}
     abridged = context_lines(exp, source) if source is not None else ()
     space = forecast.room(exp, source)
     sections = (
         Section(exp.title, _overview(exp, device)),
         Section("Phases and gates", _phases(exp)),
         Section("Design check", design_lines(exp, checks)),
-        Section("The benchmark", benchmark_lines(exp, data) if source is not None else (f"not looked at: {absent}",)),
+        Section(
+            "The benchmark", benchmark.lines_of(exp, data) if source is not None else (f"not looked at: {absent}",)
+        ),
         Section("Room for an episode", (*abridged, *room_lines(exp, space))),
         Section("Asked of the service", _asked(exp)),
-        Section("Before it may start", _conditions(exp)),
+        Section("Before it may start", _conditions(exp, root, device)),
     )
     facts = {
         "spec": str(exp.path),
@@ -125,70 +131,6 @@ def design_lines(exp: Experiment, checks: dict[str, DesignCheck]) -> tuple[str, 
                 f"{criterion.id} ({criterion.metric}): an observed difference above "
                 f"{checks[criterion.id].smallest:+.3f} lies entirely above its margin {criterion.margin:+.2f}."
             )
-    return tuple(lines)
-
-
-def benchmark_facts(exp: Experiment, source: "Source") -> dict[str, Any]:
-    """What is known of the tasks that this experiment trains and evaluates on, computed from the data."""
-    from paritygate.retail import facts
-
-    evaluation, train = exp.protocol.evaluation, exp.protocol.train
-    held_out, trained = _indices(evaluation), _indices(train)
-    other = "train" if evaluation.split != "train" else None
-    return {
-        "provenance": source.place,
-        "evaluation_split": evaluation.split,
-        "train_split": train.split,
-        "do_nothing_evaluated": _among(facts.do_nothing(source, evaluation.split), held_out),
-        "do_nothing_split": facts.do_nothing(source, evaluation.split),
-        "do_nothing_trained": _among(facts.do_nothing(source, train.split), trained),
-        "failing_gold_evaluated": _among(facts.failing_gold(source, evaluation.split, writes_only=True), held_out),
-        "failing_gold_trained": _among(facts.failing_gold(source, train.split), trained),
-        "same_gold_evaluated": [list(pair) for pair in facts.same_gold(source, evaluation.split, held_out)],
-        "same_gold_split": [list(pair) for pair in facts.same_gold(source, evaluation.split)] if other else [],
-        "split_tasks": len(source.tasks(evaluation.split)),
-        "train_split_writes_only": facts.writes_only(source, train.split),
-        "users_evaluated": len(facts.users(source, evaluation.split, held_out)),
-        "split_overlap": dataclasses.asdict(facts.overlap(source, evaluation.split, other)) if other else None,
-        "users_shared_with_training": len(
-            set(facts.users(source, evaluation.split, held_out)) & set(facts.users(source, train.split, trained))
-        ),
-    }
-
-
-def benchmark_lines(exp: Experiment, data: dict[str, Any]) -> tuple[str, ...]:
-    """What an honest report must say of the tasks, in sentences."""
-    n, split = exp.eval.n_examples, data["evaluation_split"]
-    idle, pairs, whole = data["do_nothing_evaluated"], data["same_gold_evaluated"], data["do_nothing_split"]
-    elsewhere = [pair for pair in data["same_gold_split"] if pair not in pairs]
-    lines = [
-        f"Doing nothing scores 1.0 on {len(idle)} of the {n} evaluated tasks ({len(idle) / n:.1%})"
-        + (f": {_listed(idle)}" if idle else "")
-        + f", and on {len(whole)} of the {data['split_tasks']} {split} tasks ({len(whole) / data['split_tasks']:.1%}).",
-        f"The evaluated tasks hold {data['users_evaluated']} users; pairs with the same gold: "
-        f"{_pairs(pairs)}"
-        + (f" (elsewhere in the split: {_pairs(elsewhere)})" if elsewhere else "")
-        + ". They are not independent draws.",
-        f"Gold writes that themselves fail: {_listed(data['failing_gold_evaluated'])} evaluated, "
-        f"{_listed(data['failing_gold_trained'])} trained on (flagged, not dropped).",
-    ]
-    shared = data["split_overlap"]
-    if shared is not None:
-        lines.append(
-            f"{shared['orders_shared']} of {shared['orders']} {split} write-orders and {shared['users_shared']} of "
-            f"{shared['users']} {split} users also occur in the train tasks: the splits share customers and orders."
-        )
-    else:
-        lines.append(
-            f"Evaluation and training both use the {split} split, on disjoint tasks; "
-            f"{data['users_shared_with_training']} users occur in both."
-        )
-    if data["train_split_writes_only"]:
-        lines.append(
-            f"The gold of every {data['train_split']} task is writes only: no reads, no expected outputs, no transfers."
-        )
-    if data["do_nothing_trained"]:
-        lines.append(f"Doing nothing also scores 1.0 on training tasks {_listed(data['do_nothing_trained'])}.")
     return tuple(lines)
 
 
@@ -281,26 +223,19 @@ def _asked(exp: Experiment) -> tuple[str, ...]:
     )
 
 
-def _conditions(exp: Experiment) -> tuple[str, ...]:
-    lines = ["a green parity receipt for exactly this tree, for the losses " + ", ".join(exp.losses)]
+def _conditions(exp: Experiment, root: Path | None, device: str) -> tuple[str, ...]:
+    needed = f"a green parity receipt for exactly this tree, for the losses {', '.join(exp.losses)} on {device}"
+    lines = [needed if root is None else f"{needed}: {_parity(exp, root, device)}"]
     if os.environ.get("TINKER_BASE_URL") or exp.protocol.service.embedded_model is None:
         lines.append("a full run: parity is shown again in a clean worktree (or --trust-receipt with a signed receipt)")
     if exp.unresolved:
-        lines.insert(0, f"UNRESOLVED: no revision is pinned at {', '.join(exp.unresolved)}; a full run is refused")
+        places = ", ".join(exp.unresolved)
+        lines.insert(0, f"UNRESOLVED: the spec is unresolved, no revision is pinned at {places}; a run is refused")
     return tuple(lines)
 
 
-def _indices(selection: TaskSelection) -> tuple[int, ...]:
-    return selection.indices(SPLIT_SIZES[selection.split])
-
-
-def _among(found: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    return sorted(set(found) & set(chosen))
-
-
-def _pairs(pairs: Sequence[Sequence[int]]) -> str:
-    return ", ".join("/".join(map(str, pair)) for pair in pairs) or "none"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"
+def _parity(exp: Experiment, root: Path, device: str) -> str:
+    try:
+        return f"there is one, {require_parity(root, exp.losses, device).path.name}"
+    except ParityGateError as refusal:
+        return f"not now ({refusal})"
