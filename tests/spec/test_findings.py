@@ -205,6 +205,14 @@ def test_what_is_no_json_object_is_one_sentence(tmp_path: Path, content: bytes, 
     assert "\n" not in str(caught.value)
 
 
+def test_a_key_that_would_command_the_terminal_is_shown_escaped(tmp_path: Path):
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(FULL | {"\x1b[2J\nrun.py: all is well": 1}), "utf-8")
+    error = refusal(path)
+    assert error is not None
+    assert str(error).endswith("/\\u001b[2J\\u000arun.py: all is well: unknown key")
+
+
 def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path):
     for path in (tmp_path / "none.json", tmp_path, tmp_path / "a\0b"):
         with pytest.raises(SpecError):

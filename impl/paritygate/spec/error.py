@@ -1,10 +1,14 @@
 """Findings in a spec, each with the JSON pointer of the place."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paritygate.errors import BadInputError
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,8 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.pointer or '(whole file)'}: {self.message}"
+        text = f"{self.pointer or '(whole file)'}: {self.message}"
+        return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)  # a key may hold a terminal's commands
 
 
 class SpecError(BadInputError):
