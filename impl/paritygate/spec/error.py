@@ -7,7 +7,6 @@ from pathlib import Path
 
 from paritygate.errors import BadInputError
 
-
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
