@@ -49,7 +49,8 @@ def importance_sampling_loss(logprobs: Row, sampler_logprobs: Row, advantages: R
     Source: the documented `importance_sampling` loss of the Tinker service.
     """
     new, old, weight = _checked(logprobs, sampler_logprobs, advantages)
-    return -math.fsum(weight[t] * _ratio(new[t] - old[t]) for t in range(len(weight)) if weight[t] != 0.0) + 0.0
+    terms = [float(weight[t] * _ratio(new[t] - old[t])) for t in range(len(weight)) if weight[t] != 0.0]
+    return -(math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)) + 0.0
 
 
 def importance_sampling_grad(logprobs: Row, sampler_logprobs: Row, advantages: Row) -> NDArray[np.float64]:

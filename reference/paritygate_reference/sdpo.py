@@ -250,8 +250,10 @@ def _check_options(student: Array, teacher: Array, read: NDArray[np.bool_], opti
         raise ValueError(f"logit_loss: divergence is {divergence!r}; it is one of {', '.join(DIVERGENCES)}")
     if divergence == "jsd" and not 0.0 < mixture < 1.0:
         raise ValueError(f"logit_loss: mixture is {mixture}; it lies strictly inside (0, 1)")
-    if top_k is not None and not 1 <= top_k <= student.shape[2]:
-        raise ValueError(f"logit_loss: top_k is {top_k}; it lies in [1, {student.shape[2]}], the vocabulary")
+    if top_k is not None and (top_k != int(top_k) or not 1 <= top_k <= student.shape[2]):
+        raise ValueError(
+            f"logit_loss: top_k is {top_k}; it is a whole number in [1, {student.shape[2]}], the vocabulary"
+        )
 
 
 def _aggregation_weights(read: NDArray[np.bool_], aggregation: str) -> Array:

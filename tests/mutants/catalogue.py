@@ -139,7 +139,7 @@ POLICY_GRADIENT = (
     one(
         "closed-form-sign",
         "the closed-form gradient with the sign of ascent",
-        "policy_gradient/gradient",
+        "policy_gradient/closed_form",
         "policy_gradient.py",
         "0.0, -_ratio(new.detach(), old, weight) * weight)",
         "0.0, _ratio(new.detach(), old, weight) * weight)",
@@ -248,7 +248,7 @@ ADVANTAGES = (
     one(
         "frozen-teacher-moves",
         "the frozen teacher is the current policy",
-        "sdpo/teacher",
+        "sdpo/unmixed_teacher",
         "sdpo.py",
         '_between("frozen_initial", initial_logits, student_logits, 0.0)',
         '_between("frozen_initial", initial_logits, student_logits, 1.0)',

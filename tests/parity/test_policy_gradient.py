@@ -43,8 +43,19 @@ def test_value_and_gradient(losses: Any, device: str, dtype: str) -> None:
         compare("policy_gradient/value", loss, expected, dtype=dtype)
         slopes = [reference.importance_sampling_grad(*row) for row in rows]
         compare("policy_gradient/gradient", torch.autograd.grad(loss, logprobs)[0], slopes, dtype=dtype)
-        closed = losses.policy_gradient.importance_sampling_grad(logprobs, sampler, weight)
-        compare("policy_gradient/gradient", closed, slopes, dtype=dtype, where="closed form")
+
+    holds()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.obligation("policy_gradient/closed_form")
+def test_closed_form_gradient(losses: Any, device: str, dtype: str) -> None:
+    @settings(max_examples=30)
+    @given(batches(dtype))
+    def holds(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        closed = losses.policy_gradient.importance_sampling_grad(*(tensor(part, dtype, device) for part in batch))
+        slopes = [reference.importance_sampling_grad(*row) for row in zip(*batch, strict=True)]
+        compare("policy_gradient/closed_form", closed, slopes, dtype=dtype)
 
     holds()
 

@@ -79,9 +79,17 @@ def test_teachers(losses: Any, device: str) -> None:
         for name in ("ema", "trust_region"):
             expected = getattr(reference, name)(a, b, rate)
             compare("sdpo/teacher", getattr(losses.sdpo, name)(*pair, rate), expected, dtype=dtype, where=name)
+
+
+@pytest.mark.obligation("sdpo/unmixed_teacher")
+def test_teachers_that_mix_nothing(losses: Any, device: str) -> None:
+    rng = np.random.default_rng(3)
+    for dtype, _ in itertools.product(DTYPES, range(4)):
+        a, b = (rounded(rng.normal(size=(2, 5)), dtype) for _ in range(2))
+        pair = tensor(a, dtype, device), tensor(b, dtype, device)
         for name in ("frozen_initial", "current"):
             expected = getattr(reference, name)(a, b)
-            compare("sdpo/teacher", getattr(losses.sdpo, name)(*pair), expected, dtype=dtype, where=name)
+            compare("sdpo/unmixed_teacher", getattr(losses.sdpo, name)(*pair), expected, dtype=dtype, where=name)
 
 
 @pytest.mark.obligation("sdpo/sibling")
@@ -268,11 +276,9 @@ def test_token_advantage_is_the_negative_gradient_of_the_full_kl(losses: Any, de
                 row, grad_log = prefixes[t], -log_p[t].exp()
                 grad_log[sequence[t]] += 1.0
                 surrogate[t][row] += probability * advantage[t] * grad_log
-                logits = student[t][row][None, None]
-                slope = losses.sdpo.logit_loss_grad(
-                    logits, teacher[t][row][None, None], torch.ones(1, 1, device=device)
-                )
-                full[t][row] += probability * slope[0, 0]
+                logits = student[t][row][None, None].requires_grad_()
+                kl = losses.sdpo.logit_loss(logits, teacher[t][row][None, None], torch.ones(1, 1, device=device))
+                full[t][row] += probability * torch.autograd.grad(kl, logits)[0][0, 0]
         for t in range(T):
             compare("sdpo/enumeration", surrogate[t], -full[t], dtype="float64", oracle="enumeration", where=f"t={t}")
 

@@ -124,6 +124,7 @@ def logit_loss(module: Any, student: np.ndarray, teacher: np.ndarray, mask: np.n
         ({"divergence": "jsd", "mixture": NAN}, "mixture"),
         ({"top_k": 5}, "top_k"),
         ({"top_k": 0}, "top_k"),
+        ({"top_k": 2.5}, "top_k"),
         ({"aggregation": "mean"}, "aggregation"),
         ({"importance_ratio": np.full((2, 3), NAN)}, r"importance_ratio at .*\(0, 0\)"),
         ({"importance_ratio": np.full((2, 3), INF)}, r"importance_ratio at .*\(0, 0\)"),
@@ -152,6 +153,8 @@ def test_logit_loss_rows(module: Any, value: float, words: str, who: str) -> Non
 @BOTH
 def test_logit_loss_shapes_and_masks(module: Any) -> None:
     ones = np.ones((2, 3))
+    with pytest.raises(ValueError, match=r"shapes|no distribution"):
+        logit_loss(module, LOGITS[..., :0], LOGITS[..., :0], ones)
     with pytest.raises(ValueError, match="shape"):
         logit_loss(module, LOGITS, LOGITS[..., :3], ones)
     with pytest.raises(ValueError, match="shape"):
@@ -276,6 +279,9 @@ def with_value(value: float) -> torch.Tensor:
         ({"actions": torch.tensor([0, 4, 0])}, "token at position 1 is 4"),
         ({"actions": torch.tensor([0, 0, -1])}, "token at position 2 is -1"),
         ({"actions": torch.zeros(2, dtype=torch.int64)}, "shapes differ"),
+        ({"actions": torch.zeros(3, dtype=torch.int32)}, "actions are torch.int32"),
+        ({"action_index": torch.tensor([0, 0, 1], dtype=torch.int32)}, "action_index is torch.int32"),
+        ({"episode_index": torch.tensor([0.0, 1.0])}, "episode_index is torch.float32"),
         ({"teacher_logits": torch.zeros(3, 5)}, "shapes differ"),
         ({"tau0": 0.0}, "tau0"),
         ({"tau0": 1.5}, "tau0"),

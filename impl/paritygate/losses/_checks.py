@@ -27,12 +27,13 @@ def _without_none(values: object) -> object:
     return float("nan") if values is None else values
 
 
-def as_mask(values: object, like: Tensor, name: str) -> Tensor:
-    """`values` as a boolean tensor on the device of `like`; ValueError naming the first entry that is not 0 or 1."""
+def as_mask(values: object, like: Tensor, name: str, *, validate: bool = True) -> Tensor:
+    """`values` as a boolean tensor on the device of `like`; with `validate` ValueError naming an entry not 0 or 1."""
     mask = torch.as_tensor(values, device=like.device)
     if mask.dtype == torch.bool:
         return mask
-    refuse_where((mask != 0) & (mask != 1), mask, f"{name}: the mask", "; it is 0 or 1")
+    if validate:
+        refuse_where((mask != 0) & (mask != 1), mask, f"{name}: the mask", "; it is 0 or 1")
     return mask == 1
 
 

@@ -34,7 +34,7 @@ def logit_loss(
     Source: SDPO, arXiv 2601.20802, section 3.
     """
     _check_options(student_logits, teacher_logits, divergence, mixture, top_k)
-    read = as_mask(mask, student_logits, "logit_loss")
+    read = as_mask(mask, student_logits, "logit_loss", validate=validate)
     if read.shape != student_logits.shape[:-1]:
         raise ValueError(
             f"logit_loss: mask has shape {tuple(read.shape)}; {tuple(student_logits.shape[:-1])} is expected"
@@ -93,7 +93,7 @@ def logit_loss_grad(
 
 
 def _check_options(student: Tensor, teacher: Tensor, divergence: str, mixture: float, top_k: int | None) -> None:
-    if student.ndim < 2 or student.shape != teacher.shape:
+    if student.ndim < 2 or student.shape != teacher.shape or student.shape[-1] == 0:
         raise ValueError(
             f"logit_loss: shapes differ: student_logits {tuple(student.shape)}, teacher_logits {tuple(teacher.shape)}; "
             "(..., T, V) are expected"
@@ -104,8 +104,10 @@ def _check_options(student: Tensor, teacher: Tensor, divergence: str, mixture: f
         raise ValueError(f"logit_loss: divergence is {divergence!r}; it is one of {', '.join(DIVERGENCES)}")
     if divergence == "jsd" and not 0.0 < mixture < 1.0:
         raise ValueError(f"logit_loss: mixture is {mixture}; it lies strictly inside (0, 1)")
-    if top_k is not None and not 1 <= top_k <= student.shape[-1]:
-        raise ValueError(f"logit_loss: top_k is {top_k}; it lies in [1, {student.shape[-1]}], the vocabulary")
+    if top_k is not None and not (isinstance(top_k, int) and 1 <= top_k <= student.shape[-1]):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"logit_loss: top_k is {top_k}; it is a whole number in [1, {student.shape[-1]}], the vocabulary"
+        )
 
 
 def _aggregation_weights(read: Tensor, aggregation: str, validate: bool) -> Tensor:

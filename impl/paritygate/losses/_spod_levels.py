@@ -94,5 +94,7 @@ def check_batch(batch: Batch, vocabulary: int, validate: bool) -> None:
     if not validate:
         return
     check_levels(action_index, episode_index, actions.shape[0], success.shape[0])
+    if actions.dtype != torch.int64:
+        raise ValueError(f"spod: actions are {actions.dtype}; int64 is expected")
     outside = (actions < 0) | (actions >= vocabulary)
     refuse_where(outside, actions, "spod: the token", f", outside [0, {vocabulary})")

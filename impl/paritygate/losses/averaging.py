@@ -52,7 +52,7 @@ def check_levels(action_index: Tensor, episode_index: Tensor, tokens: int, episo
 
 
 def _check_index(index: Tensor, groups: int, name: str, member: str, group: str) -> None:
-    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+    if index.dtype != torch.int64:
         raise ValueError(f"{name} is {index.dtype}; int64 is expected")
     before = torch.cat([index.new_full((1,), -1), index[:-1]])
     step = index - before
