@@ -206,7 +206,3 @@ def test_it_works_from_any_directory_and_through_a_link(tmp_path: Path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_the_script_is_short():
-    assert len((ROOT / "impl" / "run.py").read_text("utf-8").splitlines()) <= 80
