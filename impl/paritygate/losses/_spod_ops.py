@@ -1,4 +1,4 @@
-"""What SPOD asks of rows of logits, by the fastest means there is: compiled C++, Triton, or torch in float64 blocks.
+"""What SPOD asks of rows of logits, by the fastest means there is: C++, Triton, torch in float32, torch in float64.
 
 Each is one opaque operator to torch.compile. What is known of a row are the `COLUMNS` of its statistics, float64.
 """
@@ -11,18 +11,21 @@ import torch
 from torch import Tensor
 
 from . import _spod_rows as plain
+from . import _spod_torch
 from ._checks import no_distribution
 from .kernels import cpu
 from .kernels.cpu import COLUMNS
 
 
 def engine(student: Tensor, teacher: Tensor) -> ModuleType | None:
-    """The module whose kernels take these (N, V) logits, or None: torch does."""
+    """The module whose rows take these (N, V) logits, or None: float64 does."""
     if student.is_cuda and has_triton():
         from .kernels import triton_rows
 
         return triton_rows if triton_rows.serves(student, teacher) else None
-    return cpu if cpu.serves(student, teacher) else None
+    if cpu.serves(student, teacher):
+        return cpu
+    return _spod_torch if _spod_torch.serves(student, teacher) else None
 
 
 @functools.cache

@@ -10,13 +10,16 @@ from . import _spod_rows as rows
 from ._checks import as_mask, result_dtype
 from ._spod_fused import FusedSpod, Head, chunk_rows
 from ._spod_levels import Batch, SpodLoss, check_batch, combine, levels_of
+from ._spod_service import SpodWeights, success_preserving_weights
 
 __all__ = [
     "SpodLoss",
+    "SpodWeights",
     "fused_linear_success_preserving_loss",
     "success_preserving_loss",
     "success_preserving_loss_and_grad",
     "success_preserving_loss_padded",
+    "success_preserving_weights",
 ]
 
 
