@@ -659,6 +659,14 @@ SPOD = (
         "floor = torch.where(gate, (0.0 - l_p)",
     ),
     one(
+        "service-floor-on-all",
+        "on a service, the floor's weight on protected actions above it too",
+        "spod/service_weights",
+        "_spod_service.py",
+        "torch.where(floored[action_index]",
+        "torch.where(gate[action_index]",
+    ),
+    one(
         "padding-leaks",
         "padding leaks into averages: every padded action counts",
         "spod/padded",

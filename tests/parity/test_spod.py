@@ -10,6 +10,7 @@ from hypothesis import given, settings
 import oracle
 from cases import DTYPES, REGIMES, SpodCase, settled, spod_cases, tensor
 from ledger import compare
+from paritygate_reference import sdpo as sdpo_reference
 from paritygate_reference import spod as reference
 
 PARTS = ("student_logprob", "teacher_logprob", "kl", "floor")
@@ -156,6 +157,43 @@ def test_fused_with_the_head(losses: Any, device: str, dtype: str) -> None:
         gradients = torch.autograd.grad(result.loss, leaves)
         compare("spod/fused", gradients[0], slopes @ head[0], dtype=dtype, where="hidden")
         compare("spod/fused", gradients[1], slopes.T @ hidden[0], dtype=dtype, where="head")
+
+    holds()
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+@pytest.mark.obligation("spod/service_weights")
+def test_service_weights_have_the_gradient_of_the_loss(losses: Any, device: str, top_k: int | None) -> None:
+    """`-sum w log p(x)` over K tokens and the sampled one: SPOD's gradient, its KL over K and a tail where K < V."""
+
+    @settings(max_examples=60)
+    @given(spod_cases("float64", "ordinary", vocabularies=(5, 33)))
+    def holds(case: SpodCase) -> None:
+        rows = np.arange(len(case.actions))
+        order = np.argsort(-case.student, axis=-1, kind="stable")
+        kept = torch.tensor(order[:, :top_k], device=device)
+        sampled = torch.tensor(case.actions, device=device)[:, None]
+        leaf = torch.tensor(case.student, device=device, requires_grad=True)
+        log_p, log_q = leaf.log_softmax(-1), torch.tensor(case.teacher, device=device).log_softmax(-1)
+        given_as = [x.gather(1, at) for at in (kept, sampled) for x in (log_p, log_q)]
+        indices = {
+            k: v for k, v in case.arguments(device).items() if k not in ("student_logits", "teacher_logits", "actions")
+        }
+        weights = losses.spod.success_preserving_weights(
+            *given_as[:2], given_as[2][:, 0], given_as[3][:, 0], tail=top_k is not None, **indices
+        )
+        cross_entropy = -(weights.weights * given_as[0]).sum() - (weights.sampled * given_as[2][:, 0]).sum()
+        (gradient,) = torch.autograd.grad(cross_entropy, leaf)
+        _, gates, expected = expected_of(case)
+        compare("spod/service_weights", weights.gate, gates, dtype="float64", where="gate")
+        if top_k is not None:
+            n, s = np.bincount(case.action_index), np.bincount(case.episode_index)
+            of_row = 1.0 / (n * s[case.episode_index] * len(s))[case.action_index]
+            for row in rows[~np.array(gates)[case.action_index]]:
+                options = {"divergence": "forward_kl", "top_k": top_k, "tail": not bool(weights.tail_dropped[row])}
+                pair = case.student[row][None, None], case.teacher[row][None, None]
+                expected[row] = of_row[row] * sdpo_reference.logit_loss_grad(*pair, np.ones((1, 1)), **options)[0, 0]
+        compare("spod/service_weights", gradient, expected, dtype="float64")
 
     holds()
 
