@@ -13,7 +13,7 @@ __all__ = ["GuardedTokenizer", "ParsedResponse", "RenderedTokens", "Renderer", "
 # Harmony writes a date into its preamble, by default today's: a run must not change with the calendar.
 HARMONY_DATE = "2026-01-01"
 OUR_MODELS = ("HuggingFaceTB/SmolLM2-", "paritygate/tiny")
-NAMES = ("chatml", "qwen3", "qwen3.5", "gpt-oss", "llama-3")
+NAMES = ("chatml", "qwen3", "qwen3.5", "gpt-oss")
 
 _CONTROL = re.compile(r"<(?=\|[^|<>\s]{1,40}\|>)")
 
@@ -97,9 +97,7 @@ def _config(name: str, *, thinking: bool) -> Any:
         return configs.Qwen3RendererConfig(enable_thinking=thinking, thinking_retention="all")
     if name == "qwen3.5":
         return configs.Qwen35RendererConfig(enable_thinking=thinking, thinking_retention="all")
-    if name == "gpt-oss":
-        return configs.GptOssRendererConfig(conversation_start_date=HARMONY_DATE)
-    return configs.Llama3RendererConfig()
+    return configs.GptOssRendererConfig(conversation_start_date=HARMONY_DATE)
 
 
 def _require(tokenizer: GuardedTokenizer, *tokens: str) -> None:

@@ -14,14 +14,19 @@ from paritygate.backend import BackendError, Sampler, ServiceDown
 
 STOP = "###STOP###"
 
+_ACT = "(?:cancel|return|exchange|modify|change|update|process)"
+_GO = "(?:go ahead|proceed|continue)"
+_ALL = "(?:this|that|these|it|everything|all of this|all this|the above)"
 _ASKS_TO_CONFIRM = re.compile(
-    r"\(\s*yes\s*/\s*no\s*\)|\bplease (?:confirm|reply (?:with )?yes|say yes|answer yes)"
+    r"\(\s*yes\s*/\s*no\s*\)|\bplease confirm\b|\b(?:once|if|when) you confirm\b|\bare you sure\b"
+    r"|\b(?:reply|respond|answer|say|type|write)\b[^.?!]{0,20}\byes\b"
+    r"|\b(?:need|await|awaiting|waiting for|require)\b[^.?!]{0,20}\bconfirmation\b"
     r"|\b(?:do you|can you|could you|would you|will you)\b[^.?!]*\bconfirm\b"
-    r"|\b(?:shall|should|may|can) i (?:go ahead|proceed|continue|cancel|return|exchange|modify|change|update|process)"
-    r"|\b(?:would you like|do you want) me to (?:cancel|return|exchange|modify|change|update|process)"
-    r"|\b(?:would you like|do you want) (?:me )?to (?:go ahead|proceed|continue)"
-    r"|\bis (?:this|that|everything|all of this|all this) (?:correct|right|ok|okay)\s*\?"
-    r"|\b(?:confirm|proceed|go ahead)\b[^.?!]*\?",
+    rf"|\b(?:shall|should|may|can) i (?:{_GO}|{_ACT})\b"
+    rf"|\b(?:would you like|do you want) (?:me to {_ACT}|(?:me )?to {_GO})\b"
+    rf"|\bif you(?:'d| would) like (?:me )?to {_GO}\b|\blet me know if {_ALL} (?:is|are|looks?|sounds?)\b"
+    rf"|\b(?:is|are|does|do) {_ALL}[^.?!]{{0,40}}\b(?:correct|right|good|ok|okay)\b[^.?!]*\?"
+    rf"|\b(?:confirm|{_GO})\b[^.?!]*\?",
     re.IGNORECASE,
 )
 
