@@ -1,0 +1,104 @@
+"""The loss inside torch.compile, without validation, and, where there is a CUDA device, the same rows on it."""
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_batches import batch
+from test_rows import HALF_ULP, RAGGED, holds
+from torch import Tensor
+
+from paritygate.losses import spod
+
+DTYPES = pytest.mark.parametrize("dtype", HALF_ULP, ids=str)
+
+
+def traced(backend: str) -> Any:
+    """Loss and gradient as one graph without a break: no value is read back, or dynamo would refuse."""
+
+    def step(student: Tensor, rest: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        result = spod.success_preserving_loss(student, **rest, validate=False)
+        return result.loss, result.gate
+
+    return torch.compile(step, backend=backend, fullgraph=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # dynamo's own, as it looks into autograd.Function
+@DTYPES
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_one_graph_the_same_bits(dtype: torch.dtype, backend: str) -> None:
+    torch._dynamo.reset()
+    data = batch(RAGGED, 130, dtype, sure=4.0)
+    student = data.pop("student_logits")
+    expected = spod.success_preserving_loss(student, **data)
+    gradient = spod.success_preserving_loss_and_grad(student, **data)[1]
+    leaf = student.clone().requires_grad_()
+    loss, gate = traced(backend)(leaf, data)
+    loss.backward()
+    assert torch.equal(loss.detach(), expected.loss)
+    assert torch.equal(gate, expected.gate)
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, gradient)
+
+
+def moved(data: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    return {name: value.to(device) for name, value in data.items()}
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [1, 3, 127, 4096, 4097, 20011])
+@pytest.mark.parametrize("noise", [1e-3, 2.0])
+def test_rows_on_the_device(vocabulary: int, noise: float, dtype: torch.dtype, device: str) -> None:
+    """Against the reference: ragged actions, protected and not, fresh and in place, the same bits every time."""
+    data = batch(RAGGED, vocabulary, dtype, noise=noise, sure=5.0)
+    there = moved(data, device)
+    result, gradient = spod.success_preserving_loss_and_grad(**there)
+    holds(data, type(result)(*(x.cpu() for x in result)), gradient.cpu())
+    for _ in range(3):
+        own = there["student_logits"].clone()
+        spod.success_preserving_loss_and_grad(**{**there, "student_logits": own}, out=own)
+        assert torch.equal(own, gradient)
+
+
+@pytest.mark.gpu
+def test_without_validation_nothing_waits_for_the_device(device: str) -> None:
+    there = moved(batch(RAGGED, 5000, torch.bfloat16), device)
+    leaf = there.pop("student_logits").requires_grad_()
+    spod.success_preserving_loss(leaf, **there, validate=False).loss.backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = spod.success_preserving_loss(leaf, **there, validate=False).loss
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_no_second_buffer_of_the_logits(device: str) -> None:
+    there = moved(batch([[64]] * 4, 50000, torch.bfloat16), device)
+    own = there["student_logits"]
+    spod.success_preserving_loss_and_grad(**there, out=own)
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    spod.success_preserving_loss_and_grad(**there, out=own, validate=False)
+    assert torch.cuda.max_memory_allocated(device) - held <= 0.05 * own.numel() * own.element_size()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_on_the_device(dtype: torch.dtype, device: str) -> None:
+    there = moved(batch(RAGGED, 777, dtype), device)
+    torch.manual_seed(3)
+    hidden, head, of_teacher, teacher = (
+        torch.randn(n, 64, device=device).to(dtype) * 0.4 for n in (len(there["actions"]), 777) * 2
+    )
+    rest = {name: there[name] for name in ("actions", "action_index", "episode_index", "success")}
+    leaves = [hidden.requires_grad_(), head.requires_grad_()]
+    fused = spod.fused_linear_success_preserving_loss(*leaves, of_teacher, teacher, **rest, chunk_tokens=16)
+    whole = spod.success_preserving_loss((hidden @ head.t()).detach(), of_teacher @ teacher.t(), **rest)
+    fused.loss.backward()
+    limit = 1e-4 if dtype == torch.float32 else 2e-2
+    assert float(fused.loss.detach()) == pytest.approx(float(whole.loss), rel=limit)
+    assert torch.isfinite(leaves[1].grad).all()
