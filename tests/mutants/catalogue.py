@@ -756,15 +756,6 @@ HARMLESS = (
     ),
 )
 
-# Faults of the agent, the service or the training loop: no edit of a loss makes them, the tests named here show them.
-ELSEWHERE = {
-    "teacher prompt truncated from the left, losing the system prompt": "tests/agent",
-    "retokenised text instead of sampled tokens (verl #3960, TRL #5144)": "tests/agent",
-    "tool observations trained on": "tests/agent",
-    "sampling with top-p while the trainer recomputes over the full vocabulary (TRL #6789)": "tests/server",
-    "resume replays the last batch (cookbook #935)": "tests/experiment",
-}
-
 QUICK = (
     "flat-mean",
     "std-left-in",
