@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import itertools
+import os
+import re
 import time
 
 import httpx
@@ -10,6 +12,7 @@ import pytest
 import tinker
 
 from paritygate.backend import BackendError, ServiceDown, connect
+from paritygate.backend.connection import PROXIES, reach_without_proxy
 from paritygate.backend.guard import Guard, is_transient, probe
 from paritygate.errors import BadInputError
 
@@ -259,3 +262,34 @@ def test_a_cancelled_caller_leaves_nothing_running():
         return len(asyncio.all_tasks())
 
     assert asyncio.run(main()) == 1
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost:9", "http://[", "ftp://x", "http://127.0.0.1:99999", "not an address", "/"]
+)
+def test_an_address_that_is_none_is_named_as_well(address):
+    async def main():
+        async with connect(address, KEY):
+            raise AssertionError
+
+    with pytest.raises(ServiceDown, match=re.escape(address)):
+        asyncio.run(main())
+
+
+def test_a_proxy_for_the_outside_is_not_asked_for_this_machine(monkeypatch):
+    for name in PROXIES:
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("no_proxy", "")
+
+    async def main():
+        async with service(reply("200 OK")) as address:
+            with pytest.raises(ServiceDown):
+                await probe(address, KEY, tries=1)
+            reach_without_proxy(address)
+            await probe(address, KEY, tries=1)
+
+    asyncio.run(main())
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
+    reach_without_proxy("https://tinker.example.org")
+    assert os.environ["no_proxy"] == "127.0.0.1"

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from paritygate.backend.embedded import EmbeddedServer
@@ -18,7 +18,7 @@ from paritygate.errors import BackendError, BadInputError
 if TYPE_CHECKING:
     import tinker
 
-T = TypeVar("T")
+PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy")
 
 
 class Backend:
@@ -42,7 +42,7 @@ class Backend:
         self.context_lengths: dict[str, int] = {name: length for name, length in capabilities if length}
         self._service = service
         self._guard = guard
-        self._local = urlsplit(guard.base_url).hostname in ("127.0.0.1", "localhost", "::1")
+        self._local = local_host(guard.base_url) is not None
         self._tokenizers: dict[str, Any] = {}
 
     def session(self) -> AbstractAsyncContextManager["Backend"]:
@@ -132,6 +132,7 @@ async def connect(
     try:
         if server is None:
             api_key = _key(api_key, base_url)
+        reach_without_proxy(base_url)
         await probe(base_url, str(api_key))
         guard = Guard(base_url, str(api_key), patience=patience, limit=limit)
         if server is not None:
@@ -178,6 +179,24 @@ async def _close(
     except Exception:
         # A service that is gone cannot be told that the session is over; its connections are dropped with the process.
         return
+
+
+def local_host(base_url: str) -> str | None:
+    """The host of an address on this machine, None for any other."""
+    try:
+        host = urlsplit(base_url).hostname
+    except ValueError:
+        return None
+    return host if host in ("127.0.0.1", "localhost", "::1") else None
+
+
+def reach_without_proxy(base_url: str) -> None:
+    """Keep a proxy for the outside, set in the environment, from being asked for an address on this machine."""
+    host = local_host(base_url)
+    for name in ("NO_PROXY", "no_proxy") if host else ():
+        known = [part for part in os.environ.get(name, "").split(",") if part]
+        if host and host not in known and any(proxy in os.environ for proxy in PROXIES):
+            os.environ[name] = ",".join([*known, host])
 
 
 def _key(api_key: str | None, base_url: str) -> str:

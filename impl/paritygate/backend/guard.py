@@ -35,7 +35,7 @@ async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float =
                 # The client's own time-out restarts with every byte; this one is for the whole answer.
                 async with asyncio.timeout(seconds):
                     response = await client.get(url, headers={"X-API-Key": api_key})
-            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            except Exception as error:  # of httpx, of what lies below it, or of an address that is none
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             else:
                 if response.status_code == 200:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FwdBwd:
-    """What a pass returned: the summed loss and, per datum, the logprob of each target (L - 1, nats)."""
+    """What a pass returned: the summed loss and, per datum, the logprob of each target (L - 1, nats).
+
+    `logprobs` is empty where the service returns none, and where a position has several targets (cross_entropy, K > 1).
+    """
 
     loss: float
     logprobs: tuple[tuple[float, ...], ...]
@@ -123,9 +126,9 @@ def no_retries() -> "RetryConfig":
 def _passed(output: "tinker.ForwardBackwardOutput", count: int) -> FwdBwd:
     if "loss:sum" not in output.metrics:
         raise BackendError(f"forward_backward returned no loss:sum, only {sorted(output.metrics)}.")
-    rows = tuple(
-        tuple(float(x) for x in row["logprobs"].to_numpy()) for row in output.loss_fn_outputs if "logprobs" in row
-    )
-    if len(rows) not in (0, count):
-        raise BackendError(f"forward_backward returned logprobs of {len(rows)} datums for {count}.")
+    arrays = [row["logprobs"].to_numpy() for row in output.loss_fn_outputs if "logprobs" in row]
+    if len(arrays) not in (0, count):
+        raise BackendError(f"forward_backward returned logprobs of {len(arrays)} datums for {count}.")
+    single = all(array.ndim == 1 for array in arrays)
+    rows = tuple(tuple(float(x) for x in array) for array in arrays) if single else ()
     return FwdBwd(output.metrics["loss:sum"], rows, dict(output.metrics))
