@@ -113,10 +113,13 @@ def advantage_metrics(
 
 
 def logprob_difference(rollouts: Sequence[Rollout], recomputed: Sequence[Sequence[float]]) -> dict[str, float | None]:
-    """|recomputed - sampler| logprob (nats) over assistant tokens; `recomputed[i][t]` is of token t + 1."""
+    """|recomputed - sampler| logprob (nats) over assistant tokens; `recomputed[i][t]` is of token t + 1.
+
+    None where nothing was recomputed: a logit-level pass scores other tokens than the sampled ones.
+    """
     differences = [
         abs(row[t - 1] - _number(rollout.trajectory.sampler_logprobs[t]))
-        for rollout, row in zip(rollouts, recomputed, strict=True)
+        for rollout, row in (zip(rollouts, recomputed, strict=True) if recomputed else ())
         for t, mask in enumerate(rollout.trajectory.mask)
         if mask
     ]
