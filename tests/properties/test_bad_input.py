@@ -202,6 +202,14 @@ def test_group_mean_advantage(mean: Callable[[Any], Any]) -> None:
         mean(1.0)
 
 
+def test_group_mean_advantage_of_a_batch() -> None:
+    with pytest.raises(ValueError, match=r"empty.*\(2, 0\)"):
+        grpo.group_mean_advantage(torch.zeros(2, 0))
+    with pytest.raises(ValueError, match=r"position \(1, 0\)"):
+        grpo.group_mean_advantage(torch.tensor([[0.0], [NAN]]))
+    assert grpo.group_mean_advantage(torch.zeros(0, 2)).shape == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("new", "old", "advantages", "place"),
     [

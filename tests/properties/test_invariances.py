@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import LogitCase, SpodCase, logit_cases, spod_cases
+from counts import soak
 from paritygate.losses import averaging, policy_gradient, sdpo, spod
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
@@ -30,7 +31,7 @@ def spod_of(arguments: dict[str, Any]) -> tuple[spod.SpodLoss, torch.Tensor]:
     return result, torch.autograd.grad(result.loss, arguments["student_logits"])[0]
 
 
-@settings(max_examples=30)
+@settings(max_examples=soak(quick=30, full=500))
 @given(logit_cases("float64", "ordinary"))
 def test_a_mask_is_dropping_the_positions(case: LogitCase) -> None:
     """One sequence: its masked positions cut out give the same loss and the same gradient elsewhere."""
@@ -48,7 +49,7 @@ def test_a_mask_is_dropping_the_positions(case: LogitCase) -> None:
     assert not gradient[1:].any()
 
 
-@settings(max_examples=30)
+@settings(max_examples=soak(quick=30, full=500))
 @given(logit_cases("float32", "ordinary"), st.sampled_from([float("nan"), float("inf"), -float("inf"), 0.0, -6e4]))
 def test_anything_at_a_masked_position_changes_no_bit(case: LogitCase, poison: float) -> None:
     hidden = torch.tensor(case.mask == 0)
@@ -68,7 +69,7 @@ def test_anything_at_a_masked_position_changes_no_bit(case: LogitCase, poison: f
         assert torch.equal(torch.signbit(gradient), torch.signbit(slopes))
 
 
-@settings(max_examples=30)
+@settings(max_examples=soak(quick=30, full=500))
 @given(logit_cases("float64", "ordinary"), st.integers(0, 2**32 - 1))
 def test_the_vocabulary_has_no_order(case: LogitCase, seed: int) -> None:
     """Permuted entries, permuted gradient; without ties, which go to the lowest index by definition."""
@@ -83,7 +84,7 @@ def test_the_vocabulary_has_no_order(case: LogitCase, seed: int) -> None:
 
 @pytest.mark.parametrize("regime", FINITE)
 def test_a_constant_added_to_logits_changes_nothing(regime: str) -> None:
-    @settings(max_examples=40)
+    @settings(max_examples=soak(quick=30, full=500))
     @given(logit_cases("float64", regime), st.sampled_from([-3.0, 0.5, 64.0]))
     def holds(case: LogitCase, constant: float) -> None:
         case.student = np.round(case.student * 1024) / 1024  # so that adding is exact
@@ -96,7 +97,7 @@ def test_a_constant_added_to_logits_changes_nothing(regime: str) -> None:
     holds()
 
 
-@settings(max_examples=40)
+@settings(max_examples=soak(quick=30, full=500))
 @given(logit_cases("float64", "ordinary"))
 def test_the_gradient_of_a_row_sums_to_zero(case: LogitCase) -> None:
     """Only differences of logits are read. A capped tail is a constant of 1e-7 and may leave that much."""
@@ -104,7 +105,7 @@ def test_the_gradient_of_a_row_sums_to_zero(case: LogitCase) -> None:
     assert gradient.sum(-1).abs().max() <= 1e-6 * max(float(gradient.abs().max()), 1e-30) + 1e-14
 
 
-@settings(max_examples=40)
+@settings(max_examples=soak(quick=30, full=500))
 @given(logit_cases("float64", "ordinary"), st.integers(1, 3))
 def test_micro_batches_change_nothing(case: LogitCase, rows: int) -> None:
     """Each aggregation from the token sums of any split, because the weights are those of the whole batch."""
@@ -133,7 +134,7 @@ def test_micro_batches_change_nothing(case: LogitCase, rows: int) -> None:
 def test_spod_has_no_order_of_episodes_actions_or_vocabulary(dtype: str) -> None:
     close = CLOSE if dtype == "float64" else {"rtol": 2e-6, "atol": 2e-7}
 
-    @settings(max_examples=30)
+    @settings(max_examples=soak(quick=30, full=500))
     @given(spod_cases(dtype, "ordinary"), st.integers(0, 2**32 - 1))
     def holds(case: SpodCase, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -162,7 +163,7 @@ def test_spod_has_no_order_of_episodes_actions_or_vocabulary(dtype: str) -> None
     holds()
 
 
-@settings(max_examples=30)
+@settings(max_examples=soak(quick=30, full=500))
 @given(spod_cases("float64", "ordinary"))
 def test_spod_of_micro_batches_of_episodes(case: SpodCase) -> None:
     """Episode by episode, each weighted by 1/E, gives the loss and the gradient of the whole batch."""
@@ -186,7 +187,7 @@ def test_spod_of_micro_batches_of_episodes(case: SpodCase) -> None:
     torch.testing.assert_close(gradient, torch.cat(slopes), **CLOSE)
 
 
-@settings(max_examples=30)
+@settings(max_examples=soak(quick=30, full=500))
 @given(spod_cases("float64", "ordinary"))
 def test_spod_repeats_to_the_bit(case: SpodCase) -> None:
     first, gradient = spod_of(case.arguments("cpu"))
@@ -219,7 +220,7 @@ def test_a_fully_masked_sum_is_zero_and_attached() -> None:
     assert torch.equal(torch.autograd.grad(loss, student)[0], torch.zeros(2, 3, 5))
 
 
-@settings(max_examples=30)
+@settings(max_examples=soak(quick=30, full=500))
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_averaging_a_constant_gives_it_and_flat_means_differ(lengths: list[list[int]]) -> None:
     action_index = torch.tensor([a for a, n in enumerate(n for ep in lengths for n in ep) for _ in range(n)])
