@@ -5,8 +5,8 @@ import torch
 from kernel_batches import batch
 from test_rows import holds
 
-from paritygate.losses import _spod_ops, spod
-from paritygate.losses.kernels import triton_rows
+from paritygate.losses import _divergence, _spod_ops, sdpo, spod
+from paritygate.losses.kernels import triton_divergence, triton_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # both sides of a `where` are computed
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # bfloat16 stores truncate there
@@ -17,6 +17,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPOD by the interpreted rows, on CPU tensors, in blocks small enough to need several."""
     monkeypatch.setattr(triton_rows, "BLOCK", dict.fromkeys(triton_rows.BLOCK, 128))
     monkeypatch.setattr(_spod_ops, "engine", lambda *_: triton_rows)
+    monkeypatch.setattr(triton_divergence, "BLOCK", 128)
 
 
 @DTYPES
@@ -85,3 +86,49 @@ def test_a_bad_row_is_named(value: float | None, words: str, side: str) -> None:
         data[f"{side}_logits"][4, 135] = value
     with pytest.raises(ValueError, match=f"{side}_logits row 4 {words}"):
         spod.success_preserving_loss(**data)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("kind", "mixture"), [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.3), ("jsd", 1 - 1e-6)]
+)
+@pytest.mark.parametrize("noise", [1e-3, 2.0])
+def test_divergences(
+    kind: str, mixture: float, noise: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same loss on float64 logits by torch: full rows, padding, a row that is masked and holds NaN."""
+    torch.manual_seed(0)
+    student = torch.randn(2, 2, 140)
+    teacher = (student + noise * torch.randn(2, 2, 140)).to(dtype)
+    student, mask = student.to(dtype), torch.tensor([[True, True], [True, False]])
+    for side in (student, teacher):
+        side[..., 135:] = -torch.inf
+        side[1, 1, 3] = torch.nan
+    found = []
+    for precise in (True, False):
+        engine = None if precise else triton_divergence
+        monkeypatch.setattr(_divergence, "engine", lambda *_, engine=engine: engine)
+        leaf = (student.double() if precise else student.clone()).requires_grad_()
+        loss = sdpo.logit_loss(leaf, teacher.to(leaf.dtype), mask, divergence=kind, mixture=mixture, validate=precise)
+        found.append((float(loss.detach()), torch.autograd.grad(loss, leaf)[0].double()))
+    (exact, slope), (value, gradient) = found
+    assert value == pytest.approx(exact, rel=1e-6, abs=1e-12)
+    half = 5e-4 if dtype == torch.float16 else 3e-7
+    assert (gradient - slope).abs().max() <= half * slope.abs().max() + (2.0**-25 if dtype == torch.float16 else 1e-14)
+    assert (gradient[1, 1] == 0).all()
+    assert (gradient[..., 135:] == 0).all()
+
+
+def test_divergences_where_a_side_excludes_an_entry() -> None:
+    read = torch.ones(1, dtype=torch.bool)
+    table = {"forward_kl": (True, False), "reverse_kl": (False, True), "jsd": (True, True)}  # teacher, student is -inf
+    for kind, finite in table.items():
+        for hole, claim in enumerate(finite):
+            sides = [torch.linspace(3, -3, 140)[None], torch.linspace(-2, 2, 140)[None]]
+            sides[hole][0, 130:] = -torch.inf
+            teacher, student = sides
+            values, known = triton_divergence.divergence(student, teacher, read, kind, 0.3)
+            assert bool(torch.isfinite(values[0])) is claim
+            one = torch.ones(1, dtype=torch.float64)
+            gradient = triton_divergence.divergence_gradient(student, teacher, read, kind, 0.3, known, one)
+            assert bool(torch.isfinite(gradient).all()) is (claim or kind == "forward_kl")

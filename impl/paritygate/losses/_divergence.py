@@ -1,13 +1,14 @@
 """The divergence of each row and its closed-form gradient, over full, top-k and renormalised distributions."""
 
 import math
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._distributions import chunk_rows, kl_divergence, log_mixture
-from .kernels import cpu
+from .kernels import cpu, has_triton
 
 TAIL_CAP = -1e-7  # the log of the kept mass is capped here, as in the official SDPO code at 0e6d5106
 SMALLEST_TAIL = -math.expm1(TAIL_CAP)
@@ -28,8 +29,8 @@ class RowDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, read: Tensor, options: Options) -> Tensor:
         ctx.options = options
-        if served(student, teacher, options):
-            found, known = cpu.divergence(student, teacher, read, options.divergence, options.mixture)
+        if fast := engine(student, teacher, options):
+            found, known = fast.divergence(student, teacher, read, options.divergence, options.mixture)
             ctx.save_for_backward(student, teacher, read, known)
             return found
         ctx.save_for_backward(student, teacher, read, None)
@@ -39,9 +40,10 @@ class RowDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         student, teacher, read, known = ctx.saved_tensors
-        if known is not None and not torch.is_grad_enabled():
+        fast = engine(student, teacher, ctx.options)
+        if fast and known is not None and not torch.is_grad_enabled():
             kind, mixture, *_ = ctx.options
-            return cpu.divergence_gradient(student, teacher, read, kind, mixture, known, grad), None, None, None
+            return fast.divergence_gradient(student, teacher, read, kind, mixture, known, grad), None, None, None
         blocks: list[Tensor] = []
         for i, j in chunk_rows(student):
             rows = _gradients(*_block(student, teacher, read, i, j), ctx.options)
@@ -50,9 +52,15 @@ class RowDivergence(torch.autograd.Function):
         return (torch.cat(blocks) if blocks else torch.zeros_like(student), None, None, None)
 
 
-def served(student: Tensor, teacher: Tensor, options: Options) -> bool:
-    """Whether the compiled rows take it: the full vocabulary, on the CPU, outside of graphs that torch compiles."""
-    return options.top_k is None and not torch.compiler.is_compiling() and cpu.serves(student, teacher)
+def engine(student: Tensor, teacher: Tensor, options: Options) -> ModuleType | None:
+    """The module whose kernels take it, or None: the full vocabulary, outside of graphs that torch compiles."""
+    if options.top_k is not None or torch.compiler.is_compiling():
+        return None
+    if student.is_cuda and has_triton():
+        from .kernels import triton_divergence
+
+        return triton_divergence if triton_divergence.serves(student, teacher) else None
+    return cpu if cpu.serves(student, teacher) else None
 
 
 def _block(student: Tensor, teacher: Tensor, read: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,6 @@
 Each is one opaque operator to torch.compile. What is known of a row are the `COLUMNS` of its statistics, float64.
 """
 
-import functools
-import importlib.util
 from types import ModuleType
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from . import _spod_rows as plain
 from . import _spod_torch
 from ._checks import no_distribution
-from .kernels import cpu
+from .kernels import cpu, has_triton
 from .kernels.cpu import COLUMNS
 
 
@@ -26,12 +24,6 @@ def engine(student: Tensor, teacher: Tensor) -> ModuleType | None:
     if cpu.serves(student, teacher):
         return cpu
     return _spod_torch if _spod_torch.serves(student, teacher) else None
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed; CUDA builds of torch bring it."""
-    return importlib.util.find_spec("triton") is not None
 
 
 @torch.library.custom_op("paritygate::spod_statistics", mutates_args=())

@@ -1,1 +1,10 @@
 """Fast rows for the losses: C++ on the CPU, Triton on a GPU. Elsewhere torch; parity judges them all."""
+
+import functools
+import importlib.util
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; CUDA builds of torch bring it."""
+    return importlib.util.find_spec("triton") is not None

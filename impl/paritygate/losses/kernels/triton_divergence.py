@@ -1,0 +1,152 @@
+"""SDPO's divergences of whole distributions on a GPU by Triton, in float64, by the formulas of divergence.cpp."""
+# pyright: basic, reportArgumentType=false
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .cpu import KINDS
+from .triton_rows import serves as serves  # noqa: PLC0414 - the same logits as SPOD's rows
+
+BLOCK = 512
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+INF = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _row(pointer, row, stride, at, V):
+    return tl.load(pointer + row * stride + at, mask=at < V, other=-INF).to(tl.float64)
+
+
+@triton.jit
+def _shrink(old, new):
+    return tl.where(old == new, 1.0, tl.exp(old - new))
+
+
+@triton.jit
+def _finite(maximum):
+    return tl.where(maximum == -INF, 0.0, maximum)
+
+
+@triton.jit
+def _log_mixed(w, rest, log_w, t):
+    """log(1 - w + w exp(t)) for any t."""
+    return tl.where(t < 700.0, tl.log(rest + w * tl.exp(tl.where(t < 700.0, t, 700.0))), t + log_w)
+
+
+@triton.jit
+def divergence_kernel(
+    p_ptr, q_ptr, read_ptr, known_ptr, share_ptr, p_stride, q_stride, V, KIND: tl.constexpr, WIDE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(read_ptr + row) != 0:
+        nothing, zero = tl.full((), -INF, tl.float64), tl.full((), 0.0, tl.float64)
+        am, bm, sa, sb, cross = nothing, nothing, zero, zero, zero
+        for start in range(0, V, WIDE):  # of KL(a || b)
+            at = start + tl.arange(0, WIDE)
+            x, y = _row(p_ptr, row, p_stride, at, V), _row(q_ptr, row, q_stride, at, V)
+            a, b = (y, x) if KIND == 0 else (x, y)
+            top_a, top_b = tl.maximum(am, tl.max(a, axis=0)), tl.maximum(bm, tl.max(b, axis=0))
+            cross += sa * tl.where(bm == -INF, 0.0, top_b - _finite(bm))
+            cross += sa * tl.where(am == -INF, 0.0, _finite(am) - top_a)
+            cross *= _shrink(am, top_a)
+            sa *= _shrink(am, top_a)
+            sb *= _shrink(bm, top_b)
+            am, bm = top_a, top_b
+            da, db = a - _finite(am), b - _finite(bm)
+            e = tl.exp(da)
+            sa += tl.sum(e, axis=0)
+            sb += tl.sum(tl.exp(db), axis=0)
+            cross += tl.sum(tl.where(e > 0.0, e * (da - db), 0.0), axis=0)
+        value, of_p = cross / sa - tl.log(sa) + tl.log(sb), zero
+        lse_a, lse_b = am + tl.log(sa), bm + tl.log(sb)
+        lse_p, lse_q = (lse_b, lse_a) if KIND == 0 else (lse_a, lse_b)
+        if KIND == 2:
+            w, rest, log_w, log_rest = (
+                tl.load(share_ptr), tl.load(share_ptr + 1), tl.load(share_ptr + 2), tl.load(share_ptr + 3)
+            )  # fmt: skip
+            of_q = zero
+            for start in range(0, V, WIDE):
+                at = start + tl.arange(0, WIDE)
+                lp, lq = _row(p_ptr, row, p_stride, at, V) - lse_p, _row(q_ptr, row, q_stride, at, V) - lse_q
+                mp, mq = tl.exp(lp), tl.exp(lq)
+                of_p -= tl.sum(tl.where(mp > 0.0, mp * _log_mixed(w, rest, log_w, lq - lp), 0.0), axis=0)
+                of_q -= tl.sum(tl.where(mq > 0.0, mq * _log_mixed(rest, w, log_rest, lp - lq), 0.0), axis=0)
+            value = rest * of_p + w * of_q + 0.0 * (lse_p + lse_q)  # NaN of a bad row stays
+        known = known_ptr + row * 4
+        tl.store(known, tl.where(value < 0.0, 0.0, value))
+        tl.store(known + 1, of_p)
+        tl.store(known + 2, lse_p)
+        tl.store(known + 3, lse_q)
+
+
+@triton.jit
+def divergence_gradient_kernel(
+    p_ptr, q_ptr, out_ptr, known_ptr, scale_ptr, share_ptr, p_stride, q_stride, V, blocks,
+    KIND: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks) * WIDE + tl.arange(0, WIDE)
+    out = out_ptr + row * V + at
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    scale = tl.load(scale_ptr + row)
+    if scale == 0.0:
+        tl.store(out, tl.zeros((WIDE,), kind), mask=at < V)
+    else:
+        known = known_ptr + row * 4
+        lp = _row(p_ptr, row, p_stride, at, V) - tl.load(known + 2)
+        lq = _row(q_ptr, row, q_stride, at, V) - tl.load(known + 3)
+        mass = tl.exp(lp)
+        if KIND == 0:
+            slope = mass - tl.exp(lq)
+        elif KIND == 1:  # where the teacher excludes what the student may do, it is +inf and has no gradient
+            mean = tl.load(known)
+            slope = tl.where(mass > 0.0, mass * (lp - lq - mean), 0.0)
+            slope = tl.where(mean == INF, float("nan"), slope)
+        else:
+            w, rest, log_w = tl.load(share_ptr), tl.load(share_ptr + 1), tl.load(share_ptr + 2)
+            against = -_log_mixed(w, rest, log_w, lq - lp) - tl.load(known + 1)
+            slope = tl.where(mass > 0.0, mass * against, 0.0) * rest
+        tl.store(out, (scale * slope).to(tl.float32).to(kind), mask=at < V)
+
+
+def divergence(student: Tensor, teacher: Tensor, read: Tensor, kind: str, mixture: float) -> tuple[Tensor, Tensor]:
+    """The divergence of each row to `read` (N,) bool, (N,) float64, 0 elsewhere; and what its gradient asks for."""
+    student, teacher = _rows(student), _rows(teacher)
+    count, vocabulary = student.shape
+    known = torch.zeros(count, 4, dtype=torch.float64, device=student.device)
+    if count:
+        divergence_kernel[(count,)](
+            student, teacher, read.to(torch.uint8).contiguous(), known, _share(mixture, student), student.stride(0),
+            teacher.stride(0), vocabulary, KIND=KINDS.index(kind), WIDE=BLOCK, **OPTIONS,
+        )  # fmt: skip
+    return known[:, 0].clone(), known
+
+
+def divergence_gradient(
+    student: Tensor, teacher: Tensor, read: Tensor, kind: str, mixture: float, known: Tensor, scale: Tensor
+) -> Tensor:
+    """d sum_i scale_i D_i / d student, (N, V) in its dtype; `scale` (N,) float64, `known` from `divergence`."""
+    count, vocabulary = student.shape
+    out = torch.empty(student.shape, dtype=student.dtype, device=student.device)
+    blocks = triton.cdiv(vocabulary, BLOCK)
+    student, teacher = _rows(student), _rows(teacher)
+    if count:
+        divergence_gradient_kernel[(count * blocks,)](
+            student, teacher, out, known, torch.where(read, scale.double(), 0.0), _share(mixture, student),
+            student.stride(0), teacher.stride(0), vocabulary, blocks, KIND=KINDS.index(kind), WIDE=BLOCK, **OPTIONS,
+        )  # fmt: skip
+    return out
+
+
+def _share(mixture: float, like: Tensor) -> Tensor:
+    """The teacher's weight, the student's, and their logarithms: float64 would not pass as arguments of a kernel."""
+    both = (mixture, 1.0 - mixture)
+    return torch.tensor([*both, *map(math.log, both)], dtype=torch.float64).to(like.device, non_blocking=True)
+
+
+def _rows(logits: Tensor) -> Tensor:
+    return logits.detach() if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.detach().contiguous()
