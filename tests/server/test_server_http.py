@@ -321,6 +321,22 @@ def test_a_finished_session_is_gone(http: httpx.Client) -> None:
     refused(http.post("session_heartbeat", json={"session_id": "x"}), status=(404,))
 
 
+def test_training_is_not_cancelled_by_name(http: httpx.Client, model: str) -> None:
+    promise = send(http, backward(model, 1, [1, 2, 3])).json()["request_id"]
+    assert http.post("cancel_future", json={"request_id": promise}).status_code == 204
+    assert retrieve(http, promise).headers["content-type"] == "application/x-protobuf"
+
+
+def test_a_body_that_does_not_come_is_given_up() -> None:
+    running = server.start("tiny", limits=Limits(body_seconds=0.3))
+    host, port = running.base_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as half:
+        half.sendall(b"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nX-API-Key: ")
+        half.sendall(running.api_key.encode() + b"\r\n\r\n{")
+        assert b"408" in half.recv(1000).splitlines()[0]
+    running.stop()
+
+
 def test_limits_on_models_and_sessions() -> None:
     running = server.start("tiny", limits=Limits(adapters=2, sessions=2))
     base = f"{running.base_url}/api/v1/"

@@ -302,3 +302,69 @@ def test_memory_limits_hold_back_rows_but_lose_none(network: Any) -> None:
     assert all(len(s.tokens) == 100 for r in results for s in r.samples)
     assert engine.prefix.bytes <= limits.prefix_cache_bytes
     engine.stop()
+
+
+def test_a_shared_prefix_is_computed_once(network: Any) -> None:
+    """Sixteen prompts at once, 320 tokens shared: the pass count is that of one prefill and the tails."""
+    engine = Engine(network, Limits(prefill_tokens=64, rows=16), None, 1)
+    shared = [i % 480 for i in range(320)]
+    jobs = [job([*shared, i, i + 1], BASE, seed=i, tokens=2) for i in range(16)]
+    for one in jobs:
+        engine.submit(one)
+    engine.start()
+    results = [one.future.result(60) for one in jobs]
+    assert sorted(r.cached_tokens for r in results) == [0] + [320] * 15
+    assert engine.steps <= 12
+    engine.stop()
+
+
+def test_a_model_that_diverged_is_an_error(network: Any, engine: Engine) -> None:
+    adapter = moved_adapter(network)
+    with torch.no_grad():
+        adapter.b["unembed"].fill_(float("nan"))
+    broken = adapter.freeze("nan", torch.float32)
+    good, bad, single = job([1, 2, 3], BASE, seed=1), job([1, 2, 3], broken, seed=1), job([1], broken, seed=1)
+    for one in (bad, good, single):
+        engine.submit(one)
+    assert len(good.future.result(60).samples[0].tokens) == 12
+    for one in (bad, single):
+        with pytest.raises(RequestError, match="diverged"):
+            one.future.result(60)
+
+
+def test_cancelled_work_is_dropped_between_pieces(engine: Engine) -> None:
+    done: list[int] = []
+
+    def steps() -> Any:
+        for i in range(10_000):
+            done.append(i)
+            yield
+
+    future = engine.run(steps(), lambda: None)
+    while not done:
+        pass
+    assert future.cancel()
+    assert engine.run(iter(()), lambda: 7).result(60) == 7
+    assert len(done) < 10_000
+    assert engine.run(iter(()), lambda: 1 / 1).result(60) == 1
+    with pytest.raises(ZeroDivisionError):
+        engine.run(iter(()), lambda: 1 / 0).result(60)
+
+
+def test_memory_that_cannot_be_had_fails_that_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paritygate.server import engine as module
+
+    whole = module.Sequence
+
+    def small(shape: Any, dtype: Any, tokens: list[int], capacity: int) -> Any:
+        if capacity > 5000:
+            raise MemoryError("no room")
+        return whole(shape, dtype, tokens, capacity)
+
+    monkeypatch.setattr(module, "Sequence", small)
+    huge, fine = job([1], BASE, seed=0, tokens=6000), job([1], BASE, seed=0)
+    engine.submit(huge)
+    engine.submit(fine)
+    with pytest.raises(MemoryError):
+        huge.future.result(60)
+    assert len(fine.future.result(60).samples[0].tokens) == 12

@@ -9,7 +9,7 @@ from typing import Any
 
 import zstandard
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -124,7 +124,7 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
     async def cancel(request: Request) -> Response:
         promise_id = Fields(_parse(await _body(request, service))).text("request_id")
         promise = service.promises.get(promise_id)
-        if promise is not None:
+        if promise is not None and "sample_sequence_ids" in promise.answer:  # training runs in order, to its end
             service.promises.drop(promise)
         return Response(status_code=204)
 
@@ -182,11 +182,17 @@ async def _body(request: Request, service: Service) -> bytes:
     limit = service.limits.request_bytes
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise RequestError(f"the body is over {limit} bytes; send fewer datums a request", 413)
-        parts.append(part)
+    try:
+        async with asyncio.timeout(service.limits.body_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise RequestError(f"the body is over {limit} bytes; send fewer datums a request", 413)
+                parts.append(part)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {service.limits.body_seconds} s", 408) from None
+    except ClientDisconnect:
+        raise RequestError("the client went away before the whole body had come") from None
     body = b"".join(parts)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "identity":

@@ -84,19 +84,19 @@ class PrefixCache:
         self.hits = 0
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()
 
-    def keys(self, version: str, tokens: list[int], count: int) -> list[bytes]:
-        """The keys of the first `count` whole pages of `tokens`."""
+    def keys(self, version: str, tokens: list[int]) -> list[bytes]:
+        """The keys of the whole pages of `tokens`."""
         digest = hashlib.blake2b(version.encode() + b"\0", digest_size=16)
-        data = np.asarray(tokens[: count * PAGE], dtype=np.int32).tobytes()
+        data = np.asarray(tokens, dtype=np.int32).tobytes()
         keys: list[bytes] = []
-        for page in range(count):
+        for page in range(len(tokens) // PAGE):
             digest.update(data[page * PAGE * 4 : (page + 1) * PAGE * 4])
             keys.append(digest.copy().digest())
         return keys
 
     def fill(self, sequence: Sequence, version: str) -> int:
         """Copy the longest cached prefix into a fresh sequence; return its length in tokens."""
-        for key in self.keys(version, sequence.tokens, len(sequence.tokens) // PAGE):
+        for key in self.keys(version, sequence.tokens):
             page = self._pages.get(key)
             if page is None:
                 break
@@ -108,14 +108,12 @@ class PrefixCache:
         self.hits += sequence.done
         return sequence.done
 
-    def next_page(self, tokens: list[int], done: int, version: str) -> bytes | None:
-        """The key of the first whole page from token `done` on that is not cached, None if there is no such page."""
-        keys = self.keys(version, tokens, len(tokens) // PAGE)[done // PAGE :]
-        return next((key for key in keys if key not in self._pages), None)
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._pages
 
     def store(self, sequence: Sequence, version: str) -> None:
         """Keep every whole computed page of `sequence`."""
-        for index, key in enumerate(self.keys(version, sequence.tokens, sequence.done // PAGE)):
+        for index, key in enumerate(self.keys(version, sequence.tokens[: sequence.done])):
             if key in self._pages:
                 self._pages.move_to_end(key)
                 continue

@@ -1,6 +1,7 @@
 """One thread that owns the model: it mixes decoding, prefilling and training, one bounded piece at a time."""
 
 import itertools
+import math
 import queue
 import threading
 from collections import deque
@@ -104,22 +105,18 @@ class Engine:
                 self._waiting.append(item)
 
     def _advance_task(self) -> None:
+        """Do one piece of the oldest task; a task whose future was cancelled is dropped between pieces."""
         if not self._tasks:
             return
         task = self._tasks[0]
-        try:
-            next(task.steps)
-            return
-        except StopIteration:
-            outcome: Any = None
+        if not task.future.cancelled():
             try:
-                outcome = task.result()
+                next(task.steps)
+                return
+            except StopIteration:
+                _settle(task.future, task.result)
             except Exception as error:
-                task.future.set_exception(error)
-            else:
-                task.future.set_result(outcome)
-        except Exception as error:
-            task.future.set_exception(error)
+                _settle(task.future, _raising(error))
         self._tasks.popleft()
 
     def _advance_samples(self) -> None:
@@ -155,13 +152,11 @@ class Engine:
 
     def _admit(self, job: SampleJob) -> bool:
         """Give a job its sequence, if memory allows and no job in hand is computing the prefix that it would share."""
-        page = self.prefix.next_page(job.prompt, 0, job.snapshot.version)
-        for other in self._prefilling:
-            assert other.sequence is not None
-            if page is not None and page == self.prefix.next_page(
-                other.prompt, other.sequence.done, other.snapshot.version
-            ):
-                return False
+        if not job.pages:
+            job.pages = self.prefix.keys(job.snapshot.version, job.prompt)
+        missing = next((page for page in job.pages if page not in self.prefix), None)
+        if missing is not None and any(missing in other.pages for other in self._prefilling):
+            return False
         sequence = Sequence(self.network.shape, self.network.dtype, job.prompt, job.capacity())
         used = self._active_bytes()
         if used and used + sequence.reserved > self.limits.active_cache_bytes:
@@ -218,7 +213,11 @@ class Engine:
         assert job.sequence is not None
         self.prefix.store(job.sequence, job.snapshot.version)
         if job.scoring is not None:
-            job.scores = score_prompt(self.network, job.sequence, job.snapshot, job.scoring)
+            try:
+                job.scores = score_prompt(self.network, job.sequence, job.snapshot, job.scoring)
+            except RequestError as error:
+                _settle(job.future, _raising(error))
+                return
         self._forking.append(job)
 
     def _fork_rows(self) -> None:
@@ -257,9 +256,18 @@ class Engine:
     def _append(self, row: Row, logits_V: Tensor) -> None:
         params, sampled = row.job.params, row.sampled
         position = len(sampled.tokens)
+        normalizer = log_normalizer(logits_V)
+        if not math.isfinite(normalizer):
+            if not row.job.cancelled:
+                _settle(
+                    row.job.future,
+                    _raising(RequestError(f"the model's logits are {float(normalizer)}: training diverged")),
+                )
+            row.job.cancel()
+            return
         token = draw(logits_V, params, row.index, position)
         sampled.tokens.append(token)
-        sampled.logprobs.append(float(logits_V[token].float() - log_normalizer(logits_V)))
+        sampled.logprobs.append(float(logits_V[token].float() - normalizer))
         if row.job.top_k:
             sampled.top.append(top_logprobs(logits_V, row.job.top_k))
         sampled.stopped = row.stop.ended_by(token)
@@ -274,9 +282,9 @@ class Engine:
         if row.sequence.done > len(job.prompt):
             self.prefix.store(row.sequence, job.snapshot.version)
         job.finished[row.index] = row.sampled
-        if len(job.finished) == job.num_samples and not job.future.done():
+        if len(job.finished) == job.num_samples:
             samples = [job.finished[index] for index in range(job.num_samples)]
-            job.future.set_result(SampleResult(samples, job.scores, job.cached_tokens))
+            _settle(job.future, lambda: SampleResult(samples, job.scores, job.cached_tokens))
 
     # ------------------------------------------------------------------ ends
 
@@ -287,24 +295,45 @@ class Engine:
         self._rows = [row for row in self._rows if not row.job.cancelled]
 
     def _fail_samples(self, error: Exception) -> None:
-        for job in {id(j): j for j in [*self._prefilling, *self._forking, *(r.job for r in self._rows)]}.values():
-            if not job.future.done():
-                job.future.set_exception(error)
+        """Fail everything in hand; where nothing was, what could not be begun."""
+        jobs = [*self._prefilling, *self._forking, *(row.job for row in self._rows)]
+        if not jobs and self._waiting:
+            jobs = [self._waiting.popleft()]
+        for job in jobs:
+            _settle(job.future, _raising(error))
         self._prefilling, self._rows = [], []
         self._forking.clear()
 
     def _shut_down(self) -> None:
         error = RequestError("the server is stopping", 503)
         self._fail_samples(error)
-        for job in self._waiting:
-            if not job.future.done():
-                job.future.set_exception(error)
-        for task in self._tasks:
-            task.future.set_exception(error)
         while not self._inbox.empty():
             item = self._inbox.get()
-            if item is not None and not item.future.done():
-                item.future.set_exception(error)
+            if isinstance(item, Task):
+                self._tasks.append(item)
+            elif item is not None:
+                self._waiting.append(item)
+        for waiting in [*self._waiting, *self._tasks]:
+            _settle(waiting.future, _raising(error))
         self._waiting.clear()
         self._tasks.clear()
         self.prefix.clear()
+
+
+def _settle(future: Future[Any], result: Callable[[], Any]) -> None:
+    """Give a future its result or its exception, unless it was cancelled meanwhile."""
+    if future.done() or not future.set_running_or_notify_cancel():
+        return
+    try:
+        value = result()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
+def _raising(error: Exception) -> Callable[[], Any]:
+    def fail() -> Any:
+        raise error
+
+    return fail

@@ -43,6 +43,7 @@ class SampleJob:
     top_k: int
     future: "Future[SampleResult]"
     cancelled: bool = False
+    pages: list[bytes] = field(default_factory=list[bytes])
     sequence: Sequence | None = None
     cached_tokens: int = 0
     scores: PromptScores | None = None

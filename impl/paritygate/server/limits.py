@@ -34,6 +34,7 @@ class Limits:
     prefix_cache_bytes: int = 2 * 1024**3
     result_bytes: int = 512 * 1024**2
     poll_seconds: float = 30.0
+    body_seconds: float = 60.0
     out_of_order_seconds: float = 60.0
     session_seconds: float = 300.0
 

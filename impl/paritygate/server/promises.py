@@ -1,6 +1,7 @@
 """Promises: what a client polls for. Results stay until they are fetched and a while after, within a memory bound."""
 
 import asyncio
+import hashlib
 import json
 import time
 import uuid
@@ -24,6 +25,11 @@ class Payload:
     media_type: str
 
 
+def digest(body: bytes) -> bytes:
+    """What is remembered of a request to know it again."""
+    return hashlib.blake2b(body, digest_size=16).digest()
+
+
 def json_payload(value: object) -> Payload:
     return Payload(json.dumps(value).encode(), "application/json")
 
@@ -38,7 +44,7 @@ class Promise:
     event: asyncio.Event = field(default_factory=asyncio.Event)
     payload: Payload | None = None
     error: tuple[str, str] | None = None
-    cancel: Callable[[], None] | None = None
+    cancel: Callable[[], object] | None = None
     finished: float = 0.0
 
     @property
@@ -74,6 +80,8 @@ class Promises:
     def follow(self, promise: Promise, future: "Future[Any]", encode: Callable[[Any], Payload]) -> None:
         """Settle the promise on the event loop when the engine settles the future."""
         loop = asyncio.get_running_loop()
+        if promise.cancel is None:
+            promise.cancel = future.cancel
 
         def settle() -> None:
             error = None if future.cancelled() else future.exception()
@@ -94,8 +102,9 @@ class Promises:
         future.add_done_callback(on_done)
 
     def fulfil(self, promise: Promise, payload: Payload) -> None:
-        promise.payload = payload
-        self.bytes += len(payload.body)
+        if promise.id in self._promises:  # else nobody can ask for it any more
+            promise.payload = payload
+            self.bytes += len(payload.body)
         self._settled(promise)
 
     def fail_with(self, promise: Promise, error: BaseException) -> None:
@@ -115,11 +124,11 @@ class Promises:
             return
         if promise.payload is not None:
             self.bytes -= len(promise.payload.body)
-        if promise.pending and promise.cancel is not None:
-            promise.cancel()
         if promise.pending:
-            promise.error = ("the request was dropped", "user")
+            if promise.cancel is not None:
+                promise.cancel()
             promise.event.set()
+        promise.payload, promise.error = None, ("the request was dropped", "user")
         self._gone[promise.id] = None
         while len(self._gone) > 65536:
             self._gone.popitem(last=False)

@@ -44,9 +44,11 @@ class Running:
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def wait(self) -> None:
-        """Block until the server has ended."""
-        self._thread.join()
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def start(

@@ -12,7 +12,7 @@ from paritygate.server.fields import Fields
 from paritygate.server.jobs import SampleJob
 from paritygate.server.limits import Limits, RequestError
 from paritygate.server.lora import BASE, Snapshot
-from paritygate.server.promises import PROTOBUF, Payload, Promise, Promises
+from paritygate.server.promises import PROTOBUF, Payload, Promise, Promises, digest
 from paritygate.server.store import Store
 from paritygate.server.wire_sampling import (
     check_targets,
@@ -96,7 +96,7 @@ class Samplers:
         seq = body.optional_integer("seq_id", low=0)
         if seq is not None and seq in sampler.promises:
             promise, before = sampler.promises[seq]
-            if before != raw:
+            if before != digest(raw):
                 raise RequestError(f"{sampler.id}: seq_id {seq} was used before for another request", 422)
             return promise
         shape = self.engine.network.shape
@@ -104,6 +104,8 @@ class Samplers:
         params = decode_sampling_params(body, prompt, shape, secrets.randbits(63))
         scoring = decode_scoring(body, prompt, params, self.limits)
         check_targets(scoring, shape)
+        if params.stop_strings and self.engine.decoder is None:
+            raise RequestError("this model has no tokenizer, so stop must be token ids")
         number = body.integer("num_samples", 1, low=1, high=self.limits.samples_per_request)
         top_k = body.integer("topk_sample_logprobs", 0, low=0, high=self.limits.top_logprobs)
         if body.flag("record_stability_info", False):
@@ -116,7 +118,7 @@ class Samplers:
         promise.cancel = job.cancel
         self.promises.follow(promise, job.future, lambda result: Payload(encode_sample(result, prompt, body), PROTOBUF))
         if seq is not None:
-            sampler.promises[seq] = (promise, raw)
+            sampler.promises[seq] = (promise, digest(raw))
             while len(sampler.promises) > self.limits.waiting_samples:
                 sampler.promises.popitem(last=False)
         self.engine.submit(job)

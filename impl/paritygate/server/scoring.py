@@ -1,11 +1,13 @@
 """Logprobs of prompt tokens from final hidden states, without a full log-softmax where only chosen ids are asked."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paritygate.server.cache import Sequence
+from paritygate.server.limits import RequestError
 from paritygate.server.lora import Snapshot
 from paritygate.server.network import MIN_ROWS, Network
 from paritygate.server.sampling import log_normalizer, top_logprobs, uniform
@@ -74,6 +76,8 @@ def head_rows(network: Network, hidden: Tensor, snapshot: Snapshot) -> Tensor:
 
 def _score_row(scores: PromptScores, scoring: Scoring, row: int, token: int, logits_V: Tensor) -> None:
     normalizer = log_normalizer(logits_V)
+    if not math.isfinite(normalizer):
+        raise RequestError(f"the model's logits at token {row} are {float(normalizer)}: training diverged")
     if scoring.own and row + 1 >= scoring.first:
         scores.own[row + 1] = float(logits_V[token].float() - normalizer)
     if scoring.top_k and row + 1 >= scoring.first:

@@ -13,7 +13,7 @@ from paritygate.server.engine import Engine
 from paritygate.server.fields import Fields
 from paritygate.server.limits import Limits, RequestError
 from paritygate.server.lora import Adapter, LoraSpec
-from paritygate.server.promises import PROTOBUF, Payload, Promise, Promises, json_payload
+from paritygate.server.promises import PROTOBUF, Payload, Promise, Promises, digest, json_payload
 from paritygate.server.samplers import Samplers
 from paritygate.server.store import Store
 from paritygate.server.training import Pass, adam_step
@@ -148,7 +148,7 @@ class Trainers:
         if seq is None:
             begin()
             return promise
-        model.promises[seq] = (promise, body)
+        model.promises[seq] = (promise, digest(body))
         model.held[seq] = (time.monotonic(), begin)
         self._release(model)
         for old in sorted(model.promises)[1:-REMEMBERED]:
@@ -167,7 +167,7 @@ class Trainers:
             return None
         if seq in model.promises:
             promise, before = model.promises[seq]
-            if before != body:
+            if before != digest(body):
                 raise RequestError(f"model {model.id}: seq_id {seq} was used before for another request", 422)
             return promise
         if seq < model.next_seq:
