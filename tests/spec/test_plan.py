@@ -26,7 +26,7 @@ def experiment(tmp_path: Path, **protocol: Any) -> Experiment:
 
 def test_episodes_of_the_full_protocol(tmp_path: Path):
     assert forecast.episodes(experiment(tmp_path)) == {
-        "probe": 2,
+        "probe": 1,
         "timing pilot": 16,
         "activation pilot": 2 * 2 * 16,
         "fallbacks": 4 * 16,
