@@ -54,7 +54,7 @@ def check_training(metrics: list[dict[str, Any]]) -> None:
 def check_service(service: ScriptedService) -> None:
     """Who was sampled, how: greedy in evaluation alone, 512 tokens a turn, one judge call an episode, Adam as asked."""
     by_model = Counter(sample["model"] for sample in service.samples)
-    episodes = 2 + 4 + 16 + 4 * 16 + 2 * STEPS * 16 + 2 * ITEMS  # probe, forced checks, pilots, training, evaluation
+    episodes = 1 + 4 + 16 + 4 * 16 + 2 * STEPS * 16 + 2 * ITEMS  # probe, forced checks, pilots, training, evaluation
     assert by_model[JUDGE] == episodes
     policy = [sample for sample in service.samples if sample["model"] == POLICY]
     greedy = [sample for sample in policy if sample["temperature"] == 0.0]

@@ -1,12 +1,13 @@
 """The activation pilot: does each arm act at all? Gates over two steps an arm, fallbacks in a fixed order, a cap."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from paritygate.experiment.collect import Collector
 from paritygate.experiment.gates import GateResult, check_gates, failures
 from paritygate.experiment.journal import Record
-from paritygate.experiment.lane import Lane, LaneRun
+from paritygate.experiment.lane import Lane, LaneRun, advance
 from paritygate.experiment.metrics import add_tallies, gate_values
 from paritygate.experiment.state import Decided, PhaseStopped, Settings, State
 from paritygate.spec.experiment import Arm
@@ -17,7 +18,7 @@ PHASE = "activation_pilot"
 async def activation_pilot(state: State) -> Decided:
     """Pilot every arm; on a failing gate try the fallbacks; raise PhaseStopped when none passes. Gates never move."""
     settings = state.settings()
-    first = {arm.name: await pilot(state, arm, settings, "") for arm in state.exp.arms}
+    first = await pilot(state, state.exp.arms, settings, "")
     failing = [arm for arm in state.exp.arms if failures(first[arm.name])]
     facts: Record = {"gates": {name: _table(results) for name, results in first.items()}, "fallbacks": []}
     if not failing:
@@ -26,17 +27,13 @@ async def activation_pilot(state: State) -> Decided:
     return await _fall_back(state, failing, settings, facts)
 
 
-async def pilot(state: State, arm: Arm, settings: Settings, variant: str) -> list[GateResult]:
-    """The gates of one arm over its pilot steps on the first training tasks; its client is thrown away."""
-    lane = Lane(PHASE, arm, settings, variant)
-    run = await LaneRun.open(state, lane)
-    collector = await Collector.of(state, settings)
-    per_step = state.exp.protocol.rollout.tasks_per_step
-    tasks = collector.train_tasks()
-    for step in range(run.done, state.exp.protocol.pilot.steps):
-        state.progress.update(f"{lane.key}, step {step + 1} of {state.exp.protocol.pilot.steps}")
-        await run.step(tasks[step * per_step : (step + 1) * per_step], collector)
-    return check_gates(state.exp.activation_gate.checks, measured(state, lane))
+async def pilot(state: State, arms: Sequence[Arm], settings: Settings, variant: str) -> dict[str, list[GateResult]]:
+    """The gates of each arm over its pilot steps on the first training tasks; the clients are thrown away."""
+    lanes = [Lane(PHASE, arm, settings, variant) for arm in arms]
+    runs = [await LaneRun.open(state, lane) for lane in lanes]
+    await advance(runs, state.exp.protocol.pilot.steps, await Collector.of(state, settings))
+    checks = state.exp.activation_gate.checks
+    return {lane.arm.name: check_gates(checks, measured(state, lane)) for lane in lanes}
 
 
 def measured(state: State, lane: Lane) -> dict[str, Any]:
@@ -61,7 +58,7 @@ async def _fall_back(state: State, failing: list[Arm], settings: Settings, facts
         if reason is not None:
             attempt["outcome"] = reason
             continue
-        results = {arm.name: await pilot(state, arm, changed, name) for arm in failing}
+        results = await pilot(state, failing, changed, name)
         spent_steps += spec.steps * len(failing)
         attempt["gates"] = {arm: _table(result) for arm, result in results.items()}
         if any(failures(result) for result in results.values()):

@@ -39,7 +39,7 @@ async def make_batch(exp: Experiment, arm: Arm, groups: Sequence[Group], student
     rows = batch_advantages(exp, arm, groups)
     rollouts = flat(groups)
     trains = [index for index, rollout in enumerate(rollouts) if rollout.composite is not None]
-    moving = [index for index in trains if any(rows[index])] or trains[:1] or [0]
+    moving = [index for index in trains if any(rows[index])] or _placeholder(rollouts, trains)
     datums = [_datum(rollouts[index], rows[index]) for index in moving]
     return _batch(groups, datums, moving, rows, "importance_sampling", {})
 
@@ -64,7 +64,8 @@ def label(rollout: Rollout) -> str:
 
 async def _logit_batch(exp: Experiment, arm: Arm, groups: Sequence[Group], student: Sampler, teacher: Sampler) -> Batch:
     rollouts = flat(groups)
-    trains = [index for index, rollout in enumerate(rollouts) if rollout.composite is not None] or [0]
+    trains = [index for index, rollout in enumerate(rollouts) if rollout.composite is not None]
+    trains = trains or _placeholder(rollouts, trains)
     datums, rows, facts = await logit_datums([rollouts[index] for index in trains], student, teacher, k=arm.top_k)
     advantages = [[0.0] * len(rollout.trajectory.mask) for rollout in rollouts]
     for index, row in zip(trains, rows, strict=True):
@@ -89,6 +90,14 @@ def _batch(
         loss_fn,
         facts,
     )
+
+
+def _placeholder(rollouts: Sequence[Rollout], trains: Sequence[int]) -> list[int]:
+    """The one rollout that is sent with advantages of 0; ValueError where the simulator spoilt every one."""
+    playable = [*trains, *(index for index, rollout in enumerate(rollouts) if rollout.trajectory.trains)]
+    if not playable:
+        raise ValueError(f"the user simulator failed in all {len(rollouts)} episodes of the step")
+    return playable[:1]
 
 
 def _datum(rollout: Rollout, advantages: Sequence[float]) -> Datum:

@@ -22,12 +22,9 @@ AT_ONCE = 16  # episodes under way at a time, as in a training step
 
 async def evaluate(state: State) -> Decided:
     """One item an arm, task and rollout, each committed by itself; PhaseStopped when one stays without a judgement."""
-    backend = await state.backend()
     collector = await Collector.of(state, state.settings())
-    items: list[Record] = []
-    for arm in state.exp.arms:
-        sampler = await backend.sampling(model_path=state.facts("train")["samplers"][arm.name])
-        items += await evaluate_arm(state, arm, sampler, collector)
+    arms = await asyncio.gather(*(evaluate_arm(state, arm, collector) for arm in state.exp.arms))
+    items = [item for own in arms for item in own]
     write_atomic(state.directory / "items.jsonl", b"".join(canonical(finite(item)) + b"\n" for item in items))
     missing = [item for item in items if item["composite"] is None]
     files = ["items.jsonl", *state.journal.files(PHASE)]
@@ -48,8 +45,10 @@ async def evaluate(state: State) -> Decided:
     )
 
 
-async def evaluate_arm(state: State, arm: Arm, sampler: Sampler, collector: Collector) -> list[Record]:
+async def evaluate_arm(state: State, arm: Arm, collector: Collector) -> list[Record]:
     """The arm's items in the order of (task, rollout); those that are committed already are read, not run again."""
+    backend = await state.backend(state.exp.arms.index(arm))
+    sampler = await backend.sampling(model_path=state.facts("train")["samplers"][arm.name])
     slots = asyncio.Semaphore(AT_ONCE)
     jobs = [
         (task, rollout) for task in collector.evaluation_tasks() for rollout in range(state.exp.eval.rollouts_per_task)

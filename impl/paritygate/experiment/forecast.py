@@ -43,7 +43,7 @@ def episodes(exp: Experiment) -> dict[str, int]:
     """Episodes a phase: training and evaluation exactly, pilots at most (fallbacks included)."""
     arms, pilot = len(exp.arms), exp.protocol.pilot
     return {
-        "probe": arms,
+        "probe": 1,
         "timing pilot": exp.batch_size,
         "activation pilot": arms * pilot.steps * exp.batch_size,
         "fallbacks": pilot.max_fallback_steps * exp.batch_size if pilot.fallbacks else 0,

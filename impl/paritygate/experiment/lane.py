@@ -5,11 +5,12 @@ state, commit. A kill before the commit leaves the last committed state as the t
 again from there, so no optimiser step is ever applied twice.
 """
 
+import asyncio
 import dataclasses
 import math
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paritygate.backend import Datum, FwdBwd, Sampler, Trainer
 from paritygate.errors import BackendError, GateStopped
@@ -57,6 +58,7 @@ class LaneRun:
         self.trainer = trainer
         self.initial = initial
         self.steps = steps
+        self._sampled: str | None = None
 
     @classmethod
     async def open(cls, state: State, lane: Lane) -> "LaneRun":
@@ -78,7 +80,7 @@ class LaneRun:
         return len(self.steps)
 
     async def step(self, tasks: Sequence[int], collector: Collector) -> Record:
-        """Take the next step on `tasks` and commit it; GateStopped before the optimiser step on NaN or infinity."""
+        """Take the next step on `tasks`, to be committed; GateStopped before the optimiser step on NaN or infinity."""
         state, lane, step = self.state, self.lane, self.done
         timing = {"arm": lane.arm.name, "variant": lane.variant, "step": step}
         measure = state.timings.measure
@@ -98,17 +100,17 @@ class LaneRun:
         with measure(lane.phase, what="save", **timing):
             saved = await self.trainer.save(f"{lane.key}-{step + 1}-{PROCESS}")
         metrics = self._metrics(step, tasks, groups, batch, passed)
-        record = {"state": saved, "trajectories": path, "tally": tally(groups), "metrics": metrics}
-        self.steps.append(state.journal.commit(lane.unit(step), record))
-        self._forget(sampler)
-        return self.steps[-1]
+        self._sampled = sampler.path
+        return {"state": saved, "trajectories": path, "tally": tally(groups), "metrics": metrics}
 
-    def _forget(self, sampler: Sampler) -> None:
-        """What the commit made superfluous: this step's sampler, and the state before the last one."""
-        if sampler.path is not None:
-            self.state.forget(sampler.path)
+    def commit(self, record: Record) -> Record:
+        """The step counts from here on; then delete what that made superfluous: its sampler, the state before it."""
+        self.steps.append(self.state.journal.commit(self.lane.unit(self.done), record))
+        if self._sampled is not None:
+            self.state.forget(self._sampled)
         if len(self.steps) > 1:
             self.state.forget(self.steps[-2]["state"])
+        return self.steps[-1]
 
     async def _batch(self, step: int, groups: Sequence[Group], sampler: Sampler) -> Batch:
         try:
@@ -161,9 +163,32 @@ class LaneRun:
 TEACHER_COUNTS = ("teacher_with_sibling", "teacher_shortened", "teacher_told_unsuccessful")
 
 
+async def advance(
+    runs: Sequence[LaneRun],
+    steps: int,
+    collector: Collector,
+    after: Callable[[LaneRun, Record], None] = lambda run, record: None,
+) -> None:
+    """Take all lanes to `steps` steps, side by side and in step: each step is committed in the order of the arms.
+
+    `after` sees every committed step. The first lane's failure is raised once all lanes have ended that step.
+    """
+    per_step = collector.exp.protocol.rollout.tasks_per_step
+    tasks = collector.train_tasks()
+    for step in range(steps):
+        due = [run for run in runs if run.done == step]
+        chosen = tasks[step * per_step : (step + 1) * per_step]
+        collector.state.progress.update(f"step {step + 1} of {steps}")
+        taken = await asyncio.gather(*(run.step(chosen, collector) for run in due), return_exceptions=True)
+        for run, record in zip(due, taken, strict=True):
+            if isinstance(record, BaseException):
+                raise record
+            after(run, run.commit(record))
+
+
 async def fresh_trainer(state: State, arm: Arm) -> Trainer:
     """A new client with the arm's seed, at the warm-started weights where the spec has a warm start; Adam is fresh."""
-    backend = await state.backend()
+    backend = await state.backend(state.exp.arms.index(arm))
     warm = state.facts("warm_start").get("state")
     if warm is not None:
         return await backend.restored(warm, optimizer=False)

@@ -2,11 +2,13 @@
 
 import importlib.metadata
 
+from paritygate.backend import Trainer
+from paritygate.errors import BackendError
 from paritygate.experiment.batch import make_batch
 from paritygate.experiment.collect import Collector
 from paritygate.experiment.journal import Record
 from paritygate.experiment.lane import refuse_nonfinite
-from paritygate.experiment.rollouts import Group, flat
+from paritygate.experiment.rollouts import flat
 from paritygate.experiment.state import Decided, State, require_model
 from paritygate.experiment.trajectories import write_trajectories
 from paritygate.spec.experiment import Arm
@@ -31,45 +33,49 @@ async def service_preflight(state: State) -> Decided:
     }
     collector = await Collector.of(state, state.settings())
     facts["prompt_tokens"] = len(collector.opening_tokens(collector.train_tasks()[0]))
-    files = [await _probe(state, arm, collector, facts) for arm in state.exp.arms]
+    path = await _probe(state, collector, facts)
     what = "the embedded server" if backend.embedded else backend.endpoint
     return Decided(
         f"{what} serves {state.exp.base_model} (tinker SDK {facts['sdk']}); the prompt before an episode takes "
         f"{facts['prompt_tokens']:,} of {state.exp.max_seq_len:,} tokens",
-        f"each of {len(state.exp.arms)} throw-away clients sampled, judged, scored and trained on one trajectory",
+        f"one trajectory was sampled, judged and scored, and each of {len(state.exp.arms)} arms trained on it",
         facts,
-        files,
+        [path],
     )
 
 
-async def _probe(state: State, arm: Arm, collector: Collector, facts: Record) -> str:
-    """One episode, judgement, teacher scores, forward_backward and optim_step; the client is thrown away."""
-    measure = state.timings.measure
-    state.progress.update(f"probing with {arm.name}")
-    with measure(PHASE, what="client", arm=arm.name):
-        trainer = await (await state.backend()).training(state.exp.base_model, rank=state.exp.lora_rank, seed=arm.seed)
-        sampler = await trainer.snapshot(f"probe-{arm.name}")
-    task = collector.train_tasks()[0]
-    with measure(PHASE, what="episode", arm=arm.name):
-        teacher = sampler if arm.needs_teacher else None
-        groups = await collector.groups(PHASE, 0, [task], sampler, teacher, rollouts=1)
-    with measure(PHASE, what="forward_backward", arm=arm.name):
-        batch = await make_batch(state.exp, arm, groups, sampler, sampler)
-        passed = await trainer.forward_backward(batch.datums, batch.loss_fn)
-    refuse_nonfinite(f"{PHASE}, arm {arm.name}: stopped, since", batch, passed)
-    with measure(PHASE, what="optim_step", arm=arm.name):
-        adam = state.exp.adam
-        await trainer.optim_step(arm.lr, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps)
-    facts[f"probe_{arm.name}"] = _seen(groups, trainer.base_model)
-    return write_trajectories(state.directory, f"{PHASE}-{arm.name}", flat(groups), batch.advantages)
-
-
-def _seen(groups: list[Group], base_model: str) -> Record:
+async def _probe(state: State, collector: Collector, facts: Record) -> str:
+    """One episode, one judgement, teacher scores; one forward_backward and optim_step an arm; clients thrown away."""
+    measure, adam = state.timings.measure, state.exp.adam
+    with measure(PHASE, what="clients"):
+        trainers = {arm.name: await new_client(state, arm) for arm in state.exp.arms}
+        sampler = await trainers[state.exp.arms[0].name].snapshot(PHASE)
+    with measure(PHASE, what="episode"):
+        state.progress.update("one episode")
+        teacher = sampler if any(arm.needs_teacher for arm in state.exp.arms) else None
+        groups = await collector.groups(PHASE, 0, collector.train_tasks()[:1], sampler, teacher, rollouts=1)
     [rollout] = flat(groups)
-    return {
-        "base_model": base_model,
+    if not rollout.trajectory.trains:
+        raise BackendError("the probe's episode was spoilt: the user simulator gave no usable reply in all its tries.")
+    for arm in state.exp.arms:
+        state.progress.update(f"training with {arm.name}")
+        with measure(PHASE, what="forward_backward", arm=arm.name):
+            batch = await make_batch(state.exp, arm, groups, sampler, sampler)
+            passed = await trainers[arm.name].forward_backward(batch.datums, batch.loss_fn)
+        refuse_nonfinite(f"{PHASE}, arm {arm.name}: stopped, since", batch, passed)
+        with measure(PHASE, what="optim_step", arm=arm.name):
+            await trainers[arm.name].optim_step(arm.lr, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps)
+    facts["probe"] = {
+        "base_model": {name: trainer.base_model for name, trainer in trainers.items()},
         "tokens": len(rollout.trajectory.tokens),
         "turns": rollout.trajectory.turns,
         "ended_by": rollout.trajectory.ended_by,
         "judged": rollout.judged.judgement is not None,
     }
+    return write_trajectories(state.directory, PHASE, [rollout])
+
+
+async def new_client(state: State, arm: Arm) -> Trainer:
+    """A client as the service makes it for this arm, before any warm start."""
+    backend = await state.backend()
+    return await backend.training(state.exp.base_model, rank=state.exp.lora_rank, seed=arm.seed)

@@ -1,6 +1,7 @@
 """What every phase reads: the spec, the run directory, the data, the service; nothing here decides anything."""
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -75,41 +76,54 @@ class State:
         self.timings = Timings(directory / TIMINGS)
         self.chain = PhaseChain(directory)
         self._connection, self._phase = AsyncExitStack(), AsyncExitStack()
-        self._service: Backend | None = None
-        self._session: Backend | None = None
+        self._services: list[Backend] = []
+        self._sessions: dict[int, Backend] = {}
         self._policy: Sampler | None = None
 
-    async def backend(self) -> "Backend":
+    async def backend(self, lane: int = 0) -> "Backend":
         """The phase's own session at the service: TINKER_BASE_URL where it is set, else the embedded server.
 
         The embedded server keeps saved states in the run directory; what a phase does not save goes with its session.
+        It computes on one core, so on a machine with several each further lane gets a server of its own (same folder).
         """
-        if self._service is None:
-            from paritygate.backend import connect
+        place = 0
+        if lane and (await self.backend()).embedded:
+            place = lane % self.side_by_side()
+        while len(self._services) <= place:
+            await self._connect()
+        if place not in self._sessions:
+            self._sessions[place] = await self._phase.enter_async_context(self._services[place].session())
+        return self._sessions[place]
 
-            asked = self.exp.protocol.service
-            self._service = await self._connection.enter_async_context(
-                connect(
-                    embedded_model=asked.embedded_model,
-                    embedded_dtype=asked.embedded_dtype,
-                    state_dir=self.directory / SERVICE,
-                )
+    @staticmethod
+    def side_by_side() -> int:
+        """How many lanes embedded servers carry at once: one a core."""
+        return os.cpu_count() or 1
+
+    async def _connect(self) -> None:
+        from paritygate.backend import connect
+
+        asked = self.exp.protocol.service
+        service = await self._connection.enter_async_context(
+            connect(
+                embedded_model=asked.embedded_model,
+                embedded_dtype=asked.embedded_dtype,
+                state_dir=self.directory / SERVICE,
             )
-            where = "the embedded server" if self._service.embedded else "the service"
-            self.progress.line(f"      using {where} at {self._service.endpoint}")
-        if self._session is None:
-            self._session = await self._phase.enter_async_context(self._service.session())
-        return self._session
+        )
+        self._services.append(service)
+        where = "the embedded server" if service.embedded else "the service"
+        self.progress.line(f"      using {where} at {service.endpoint}")
 
     async def end_phase(self) -> None:
-        """Close the phase's session: its clients are thrown away at the service."""
-        self._session = self._policy = None
+        """Close the phase's sessions: their clients are thrown away at the service."""
+        self._sessions, self._policy = {}, None
         await self._phase.aclose()
 
     async def close_service(self) -> None:
-        """Leave the service; the embedded server ends, and with it everything that writes into the run directory."""
+        """Leave the service; embedded servers end, and with them everything that writes into the run directory."""
         await self.end_phase()
-        self._service = None
+        self._services = []
         await self._connection.aclose()
 
     async def policy(self) -> "Sampler":
@@ -127,7 +141,7 @@ class State:
 
     def forget(self, path: str) -> None:
         """Delete a saved state that the run has no use for any more, where it lies in the run directory."""
-        if self._service is not None and self._service.embedded:
+        if self._services and self._services[0].embedded:
             shutil.rmtree(self.saved(path), ignore_errors=True)
 
     def saved(self, path: str) -> Path:

@@ -15,18 +15,22 @@ FILE = "feasibility.json"
 async def timing_pilot(state: State) -> Decided:
     """One step of the arm that asks most (with a teacher, if any) on the first tasks; its client is thrown away.
 
-    Writes feasibility.json; PhaseStopped when the projection passes the budget and the spec requires feasibility.
+    At a service a whole step, whose episodes run at once; the embedded server takes one after another, so there one
+    group of the step is timed and counts for each. Writes feasibility.json; PhaseStopped when the projection passes the
+    budget and the spec requires feasibility.
     """
     arm = next((arm for arm in state.exp.arms if arm.needs_teacher), state.exp.arms[0])
     lane = Lane(PHASE, arm, state.settings())
     run = await LaneRun.open(state, lane)
+    embedded = (await state.backend()).embedded
+    timed = 1 if embedded else state.exp.protocol.rollout.tasks_per_step
     if not run.done:
         collector = await Collector.of(state, state.settings())
-        tasks = collector.train_tasks()[: state.exp.protocol.rollout.tasks_per_step]
         state.progress.update(f"one step of {arm.name}")
-        await run.step(tasks, collector)
-    embedded = (await state.backend()).embedded
-    feasibility = project(state, arm, seconds_by_part(state, 0), embedded=embedded)
+        run.commit(await run.step(collector.train_tasks()[:timed], collector))
+    parts = seconds_by_part(state, state.exp.protocol.rollout.tasks_per_step / timed)
+    lanes = state.side_by_side() if embedded else len(state.exp.arms)
+    feasibility = project(state, arm, parts, embedded=embedded, lanes=lanes)
     write_atomic(state.directory / FILE, canonical(feasibility))
     files = [FILE, *state.journal.files(PHASE)]
     minutes, allowed = feasibility["wall_seconds"] / 60, state.exp.budget.max_wall_minutes
@@ -41,25 +45,29 @@ async def timing_pilot(state: State) -> Decided:
     return Decided(sentence, "one step was timed, part by part, and multiplied out", {"feasibility": FILE}, files)
 
 
-def seconds_by_part(state: State, step: int) -> dict[str, float]:
-    """Seconds of each part of the timed step; a part that was timed twice (a kill in between) counts its last time."""
-    entries = [entry for entry in state.timings.entries(PHASE) if entry.get("step") == step]
-    return {entry["what"]: entry["seconds"] for entry in entries}
+GROWING = frozenset({"rollouts", "advantages", "forward_backward"})  # with the number of episodes
 
 
-def project(state: State, arm: Arm, parts: dict[str, float], *, embedded: bool) -> Record:
-    """Wall seconds and GPU hours of what comes (pilots, training of all arms, evaluation) plus what was spent."""
+def seconds_by_part(state: State, groups: float) -> dict[str, float]:
+    """Seconds of each part of a whole step of `groups` timed ones; the last time where a kill made it be timed twice."""
+    entries = [entry for entry in state.timings.entries(PHASE) if entry.get("step") == 0]
+    parts = {entry["what"]: entry["seconds"] for entry in entries}
+    return {part: seconds * (groups if part in GROWING else 1.0) for part, seconds in parts.items()}
+
+
+def project(state: State, arm: Arm, parts: dict[str, float], *, embedded: bool, lanes: int) -> Record:
+    """Wall seconds and GPU hours of what comes (pilots, training, evaluation), `lanes` arms at once, plus what was spent."""
     exp = state.exp
     step = sum(parts.values())
+    rounds = -(-len(exp.arms) // lanes)
     episodes = exp.eval.n_examples * exp.eval.rollouts_per_task
-    waves = -(-episodes // AT_ONCE)
-    per_wave = parts.get("rollouts", 0.0) * min(AT_ONCE, episodes) / exp.batch_size if embedded else parts["rollouts"]
+    waves = episodes / exp.batch_size if embedded else -(-episodes // AT_ONCE)
     spent = sum(entry["seconds"] for entry in state.timings.entries() if entry.get("what") == "phase")
     phases = {
         "spent": spent,
-        "activation_pilot": step * exp.protocol.pilot.steps * len(exp.arms),
-        "train": step * exp.steps * len(exp.arms),
-        "evaluate": per_wave * waves * len(exp.arms),
+        "activation_pilot": step * exp.protocol.pilot.steps * rounds,
+        "train": step * exp.steps * rounds,
+        "evaluate": parts["rollouts"] * waves * rounds,
     }
     wall = sum(phases.values())
     gpu_hours = 0.0 if embedded else wall / 3600

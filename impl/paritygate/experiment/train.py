@@ -6,7 +6,7 @@ from paritygate.experiment.activation import measured
 from paritygate.experiment.collect import Collector
 from paritygate.experiment.gates import GateResult, check_gate
 from paritygate.experiment.journal import Record
-from paritygate.experiment.lane import PROCESS, Lane, LaneRun
+from paritygate.experiment.lane import PROCESS, Lane, LaneRun, advance
 from paritygate.experiment.metrics import add_tallies
 from paritygate.experiment.state import Decided, PhaseStopped, State
 from paritygate.report import write_vocabulary
@@ -19,20 +19,16 @@ async def train(state: State) -> Decided:
     settings = state.settings()
     collector = await Collector.of(state, settings)
     lanes = [Lane(PHASE, arm, settings) for arm in state.exp.arms]
-    runs = {lane.arm.name: await LaneRun.open(state, lane) for lane in lanes}
-    per_step = state.exp.protocol.rollout.tasks_per_step
-    tasks = collector.train_tasks()
-    for step in range(state.exp.steps):
-        for lane in lanes:
-            if runs[lane.arm.name].done > step:
-                continue
-            state.progress.update(f"{lane.arm.name}, step {step + 1} of {state.exp.steps}")
-            record = await runs[lane.arm.name].step(tasks[step * per_step : (step + 1) * per_step], collector)
-            refuse_divergence(state, lane, step, record["metrics"])
+    runs = [await LaneRun.open(state, lane) for lane in lanes]
+
+    def refuse(run: LaneRun, record: Record) -> None:
+        refuse_divergence(state, run.lane, run.done - 1, record["metrics"])
+
+    await advance(runs, state.exp.steps, collector, refuse)
     samplers: Record = {}
-    for lane in lanes:
-        sampler = await runs[lane.arm.name].trainer.snapshot(f"{lane.key}-final-{PROCESS}")
-        samplers[lane.arm.name] = sampler.path
+    for run in runs:
+        sampler = await run.trainer.snapshot(f"{run.lane.key}-final-{PROCESS}")
+        samplers[run.lane.arm.name] = sampler.path
     policy = await state.policy()
     vocabulary = write_vocabulary(state.directory, lambda ids: str(policy.tokenizer.decode(ids)))
     counts = {lane.arm.name: _counts(state, lane) for lane in lanes}
@@ -40,7 +36,7 @@ async def train(state: State) -> Decided:
     return Decided(
         f"{state.exp.steps} steps an arm taken; groups with mixed outcomes: {mixed}",
         "no step was NaN and no arm's mean |advantage| passed its gate",
-        {"samplers": samplers, "counts": counts, "steps": state.exp.steps, "tasks": list(tasks)},
+        {"samplers": samplers, "counts": counts, "steps": state.exp.steps, "tasks": list(collector.train_tasks())},
         [*state.journal.files(PHASE), vocabulary],
     )
 
