@@ -85,7 +85,7 @@ def test_the_local_experiment_is_the_same_protocol_on_disjoint_tasks():
     parts = [warm.tasks, spec.protocol.train, spec.protocol.evaluation]
     assert [part.split for part in parts] == ["train"] * 3
     chosen = [set(part.indices(500)) for part in parts]
-    assert sum(map(len, chosen)) == len(set.union(*chosen)) == 128 + 16 + spec.eval.n_examples
+    assert sum(map(len, chosen)) == len(set.union(*chosen)) == warm.tasks.count + 16 + spec.eval.n_examples
     assert all(part.why for part in parts)
     full = experiment(SPECS / "sdpo.json")
     assert spec.adam == full.adam

@@ -49,14 +49,14 @@ GROWING = frozenset({"rollouts", "advantages", "forward_backward"})  # with the 
 
 
 def seconds_by_part(state: State, groups: float) -> dict[str, float]:
-    """Seconds of each part of a whole step of `groups` timed ones; the last time where a kill made it be timed twice."""
+    """Seconds of each part of a step of `groups` timed ones; of the last time where a kill made it be timed twice."""
     entries = [entry for entry in state.timings.entries(PHASE) if entry.get("step") == 0]
     parts = {entry["what"]: entry["seconds"] for entry in entries}
     return {part: seconds * (groups if part in GROWING else 1.0) for part, seconds in parts.items()}
 
 
 def project(state: State, arm: Arm, parts: dict[str, float], *, embedded: bool, lanes: int) -> Record:
-    """Wall seconds and GPU hours of what comes (pilots, training, evaluation), `lanes` arms at once, plus what was spent."""
+    """Wall seconds and GPU hours of what comes (pilots, training, evaluation), `lanes` arms at once, and was spent."""
     exp = state.exp
     step = sum(parts.values())
     rounds = -(-len(exp.arms) // lanes)
