@@ -195,18 +195,20 @@ def test_a_gold_episode_has_the_tokens_of_the_rollout_that_says_the_same(rendere
     source, renderer = retail.load(tau_bench_dir), renderers[name]
     context = prompt.context(kind, source.wiki, source.tools)
     tasks = [("train", i) for i in range(0, 500, soak(quick=100, full=5))] + [
-        ("test", i) for i in range(0, 115, soak(quick=40, full=2))
+        ("test", i)
+        for i in (12, *range(0, 115, soak(quick=40, full=2)))  # 12 ends with a transfer
     ]
     for split, index in tasks:
         for confirm in (False, True):
             gold = gold_trajectory(source, split, index, renderer, context, confirm=confirm)
             turns = [list(gold.tokens[start:end]) for start, end in gold.spans]
             assert all("<think>" not in renderer._tokenizer.decode(turn) for turn in turns)
-            said = [{"role": "system", "content": context.system}, *gold.messages[:-1]]
-            whole = renderer.render_ids(said, tools=context.rendered_tools)
+            whole = [{"role": "system", "content": context.system}, *gold.messages[:-1]]
+            whole = renderer.render_ids(whole, tools=context.rendered_tools)
             assert list(gold.tokens) == whole[: len(gold.tokens)]  # a non-thinking render is the same tokens
             env = retail.RetailEpisode(source, split, index)
-            user = Talker([m["content"] for m in gold.messages if m["role"] == "user"][:-1])
+            said = [m["content"] for m in gold.messages if m["role"] == "user"]
+            user = Talker(said if gold.ended_by == "transfer" else said[:-1])
             limits = Limits(max_turns=100, max_tokens_per_turn=5000, max_seq_len=100_000)
             played = asyncio.run(
                 run_episode(env, renderer, Script(in_order(turns)), user, context=context, limits=limits, seed=0)

@@ -9,7 +9,7 @@ from paritygate.agent.conversation import WRITE_TOOLS, Message, assistant, tool
 from paritygate.agent.conversation import user as user_says
 from paritygate.agent.prompt import Context
 from paritygate.agent.rollout import Environment, agent_messages, first_prompt
-from paritygate.agent.trajectory import Trajectory
+from paritygate.agent.trajectory import Ending, Trajectory
 from paritygate.agent.user import STOP, opening
 from paritygate.retail import RetailEpisode
 from paritygate.retail.source import Source
@@ -30,6 +30,7 @@ def gold_trajectory(
 ) -> Trajectory:
     """A task's gold actions as an episode: the scripted user's opening, the calls, their results, a closing sentence.
 
+    A gold transfer ends the episode, as it would a rollout, and then nothing is said.
     confirm: the agent first says what it will change and gets a yes. tokens and mask are exactly those of a rollout
     that samples these turns (first prompt, then bridged), so mask 1 is what cross-entropy trains; there are no sampler
     logprobs. The episode is played and graded. Raises ValueError when the renderer cannot bridge a turn.
@@ -41,13 +42,15 @@ def gold_trajectory(
     prompt_length = len(tokens)
     mask = [0] * prompt_length
     spans: list[tuple[int, int]] = []
-    for turn, (said, answers) in enumerate(_turns(env, task, context, confirm=confirm)):
+    turns = _turns(env, task, context, confirm=confirm)
+    ended_by: Ending = "transfer" if env.done else "user_stop"
+    for turn, (said, answers) in enumerate(turns):
         sampled = _sampled_tokens(renderer, context, [*messages, said], tokens)
         spans.append((len(tokens), len(tokens) + len(sampled)))
         messages += [said, *answers]
         mask += [1] * len(sampled)
         completion = list(sampled)
-        if answers[-1]["content"] == STOP:
+        if turn + 1 == len(turns):
             tokens = tokens + completion
             break
         tools: Any = context.rendered_tools
@@ -68,7 +71,7 @@ def gold_trajectory(
         prompt_length=prompt_length,
         spans=tuple(spans),
         messages=tuple(messages),
-        ended_by="user_stop",
+        ended_by=ended_by,
         turns=len(spans),
         reward=float(grade.reward),
         grade={},
@@ -86,6 +89,8 @@ def _turns(env: Environment, task: Any, context: Context, *, confirm: bool) -> l
         said = assistant("", [(action.name, arguments)], turn=len(turns))
         observation = context.observed(env.call(action.name, arguments))
         turns.append((said, [tool(action.name, observation, turn=len(turns))]))
+        if env.done:
+            return turns
     closing = " ".join(_DONE[a.name].format(**{"order_id": "", **a.arguments}) for a in writes)
     outputs = f" The answer is {', '.join(map(str, task.outputs))}." if task.outputs else ""
     turns.append((assistant((closing or "Done.") + outputs), [user_says(STOP)]))
