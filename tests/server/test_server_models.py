@@ -111,6 +111,30 @@ def test_what_the_packed_attention_would_get_wrong_is_refused(tmp_path: Path) ->
         Network(tmp_path)
 
 
+def test_a_model_whose_attention_is_another_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+    from transformers.models.llama import modeling_llama
+
+    AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64)).save_pretrained(
+        str(tmp_path / "gpt2")
+    )
+    with pytest.raises(BadInputError, match="not known"):
+        Network(tmp_path / "gpt2")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(str(tmp_path / "llama"))
+    Network(tmp_path / "llama")
+    own = modeling_llama.eager_attention_forward
+
+    def other(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
+        return own(module, query, key, value, mask, scaling=2 * scaling, **more)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", other)
+    with pytest.raises(BadInputError, match="packed attention differs"):
+        Network(tmp_path / "llama")
+
+
 def test_few_rows_are_what_moves_bits() -> None:
     """The premise of MIN_ROWS, on this machine: from there on the row count never changes a row."""
     generator = torch.Generator().manual_seed(0)

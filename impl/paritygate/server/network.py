@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paritygate.errors import BadInputError
+from paritygate.server.attention import PlainAttention
 from paritygate.server.limits import Shape
 from paritygate.server.lora import LoraLinear, Routes, Target, Weights, apply_linear
 
@@ -56,12 +57,33 @@ class Network:
         ]
         for layer in self._layers:
             layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+        self._compare_with_its_own_attention()
+
+    def _compare_with_its_own_attention(self) -> None:
+        """BadInputError unless packed rows give what the model gives by itself, which no list of features can promise."""
+        length = min(2 * MIN_ROWS, self.shape.context)
+        tokens = torch.arange(length) % self.shape.vocabulary
+        with torch.no_grad(), self.routed([], PlainAttention([length])):
+            packed = self.forward(tokens, torch.arange(length)).float()
+        config: Any = self.body.config
+        config._attn_implementation = "eager"
+        try:
+            with torch.no_grad():
+                plain = self.body(input_ids=tokens[None], use_cache=False).last_hidden_state[0].float()
+        finally:
+            config._attn_implementation = _NAME
+        difference = float((packed - plain).abs().max() / plain.abs().max())
+        if not difference <= (1e-4 if self.dtype == torch.float32 else 5e-2):
+            raise BadInputError(
+                f"{self.folder}: packed attention differs from the model's own by {difference:.2g} of the largest value, "
+                "so this architecture is not supported"
+            )
 
     def _adapt(self) -> list[Target]:
         """Replace every linear layer of the body by one that adapters can reach; list what can be adapted."""
         targets: list[Target] = []
         for name, module in list(self.body.named_modules()):
-            if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
+            if hasattr(module, "layer_idx"):
                 object.__setattr__(module, "_paritygate_network", self)
             if not isinstance(module, nn.Linear):
                 continue
@@ -73,6 +95,11 @@ class Network:
             parent, _, leaf = name.rpartition(".")
             setattr(self.body.get_submodule(parent), leaf, LoraLinear(module, name, self.routes))
             targets.append(Target(name, kind, module.in_features, module.out_features))
+        missing = {"attn", "mlp"} - {target.kind for target in targets}
+        if missing:
+            raise BadInputError(
+                f"{self.folder}: no linear layers of {min(missing)} were found: this model is not known"
+            )
         targets.append(Target("unembed", "unembed", self.shape.hidden, self.shape.vocabulary))
         return targets
 
