@@ -60,7 +60,7 @@ class Network:
         self._compare_with_its_own_attention()
 
     def _compare_with_its_own_attention(self) -> None:
-        """BadInputError unless packed rows give what the model gives by itself, which no list of features can promise."""
+        """BadInputError unless packed rows give what the model gives by itself: no list of features can promise it."""
         length = min(2 * MIN_ROWS, self.shape.context)
         tokens = torch.arange(length) % self.shape.vocabulary
         with torch.no_grad(), self.routed([], PlainAttention([length])):
@@ -72,11 +72,12 @@ class Network:
                 plain = self.body(input_ids=tokens[None], use_cache=False).last_hidden_state[0].float()
         finally:
             config._attn_implementation = _NAME
-        difference = float((packed - plain).abs().max() / plain.abs().max())
-        if not difference <= (1e-4 if self.dtype == torch.float32 else 5e-2):
+        difference = float((packed - plain).norm() / plain.norm())
+        # A wrong mask, scale or position moves this by tenths; bf16 alone by 0.04 over the 30 layers of SmolLM2.
+        if not difference <= (1e-4 if self.dtype == torch.float32 else 0.2):
             raise BadInputError(
-                f"{self.folder}: packed attention differs from the model's own by {difference:.2g} of the largest value, "
-                "so this architecture is not supported"
+                f"{self.folder}: packed attention differs from the model's own by {difference:.2g} of the hidden "
+                "states' norm, so this architecture is not supported"
             )
 
     def _adapt(self) -> list[Target]:
