@@ -18,10 +18,12 @@ class Served(NamedTuple):
 def served() -> Served:
     """The tiny model, made once."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from paritygate.server import models
     from paritygate.server.network import Network
 
+    logging.disable_progress_bar()
     network = Network(models.resolve("tiny").folder)
     plain = AutoModelForCausalLM.from_pretrained(
         str(network.folder), dtype=torch.float64, attn_implementation="eager"

@@ -70,7 +70,7 @@ def cases(function: Callable[..., None]) -> Iterator[dict[str, Any]]:
     axes = []
     for mark in getattr(function, "pytestmark", []):
         if mark.name == "parametrize":
-            names = [name.strip() for name in mark.args[0].split(",")]
+            names = [mark.args[0]] if isinstance(mark.args[0], str) else list(mark.args[0])
             axes.append([dict(zip(names, v if len(names) > 1 else [v], strict=True)) for v in mark.args[1]])
     for combination in itertools.product(*axes):
         yield {key: value for part in combination for key, value in part.items()}
