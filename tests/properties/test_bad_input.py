@@ -217,6 +217,7 @@ def test_group_mean_advantage_of_a_batch() -> None:
         ([-1.0, INF], [-1.0, -1.0], [1.0, 1.0], "logprob at position 1"),
         ([-1.0, -1.0], [-1.0, -INF], [1.0, 1.0], "sampler logprob at position 1"),
         ([-1.0, -1.0], [NAN, -1.0], [1.0, 1.0], "sampler logprob at position 0"),
+        ([-1.0, NAN], [-1.0, -1.0], [1.0, -1.0], "logprob at position 1"),
         ([-1.0, -1.0], [-1.0, -1.0], [1.0, NAN], "advantage at position 1"),
         ([-1.0, -1.0], [-1.0, -1.0], [-INF, 1.0], "advantage at position 0"),
         ([-1.0], [-1.0, -1.0], [1.0, 1.0], "shapes differ"),
