@@ -9,6 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from paritygate.errors import Refused
+from paritygate.receipts import require_parity
+
 ROOT = Path(__file__).resolve().parents[2]
 
 COPIED = (
@@ -136,6 +141,13 @@ class Tree:
         assert sentence in done.stderr, (sentence, done.stderr)
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
         assert "ran" not in done.stdout.split(), done.stdout
+
+    def refused_here(self, sentence: str) -> None:
+        """The same check in this process: the sentence, and the exit code that it carries."""
+        with pytest.raises(Refused) as refusal:
+            require_parity(self.root, ["toy", "other"], "cpu")
+        assert sentence in str(refusal.value)
+        assert refusal.value.exit_code == 3
 
     def check_refused(self, sentence: str, *arguments: str, **environment: str) -> None:
         """verify.py --parity says the same."""

@@ -171,7 +171,7 @@ EDITED = (
 def test_a_file_edited(tree: Tree, name: str) -> None:
     with (tree.root / name).open("a") as file:
         file.write("\n")
-    tree.refused(f"{name} was edited since parity was shown")
+    tree.refused_here(f"{name} was edited since parity was shown")
 
 
 ADDED = (
@@ -191,7 +191,7 @@ ADDED = (
 def test_a_file_added_untracked(tree: Tree, name: str) -> None:
     (tree.root / name).parent.mkdir(exist_ok=True)
     (tree.root / name).write_text("")
-    tree.refused(f"{name} was added since parity was shown")
+    tree.refused_here(f"{name} was added since parity was shown")
 
 
 @pytest.mark.parametrize("name", ["reference/paritygate_reference/toy.py", "impl/paritygate/losses/toy.py"])
@@ -266,7 +266,7 @@ def test_a_receipt_under_another_name(tree: Tree) -> None:
 def test_a_symbolic_link_among_the_subjects(tree: Tree, tmp_path: Path, name: str) -> None:
     (tree.root / name).rename(tmp_path / "moved")
     (tree.root / name).symlink_to(tmp_path / "moved")
-    tree.refused(f"{name} is a symbolic link")
+    tree.refused_here(f"{name} is a symbolic link")
 
 
 def test_a_new_symbolic_link_is_not_green_either(bare: Tree) -> None:

@@ -90,6 +90,7 @@ def test_6_an_edit_during_the_session(real: Tree, tmp_path: Path) -> None:
     not_green(real, output, f"{LOSS} was edited during the session")
 
 
+@full
 def test_8_a_single_file(real: Tree) -> None:
     not_green(real, real.python("-m", "pytest", NARROW).stdout, "grpo/")
 

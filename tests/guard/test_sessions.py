@@ -48,7 +48,6 @@ def test_a_cuda_session_shows_the_same_obligations_and_leaves_a_receipt_for_that
 def test_cuda_where_there_is_none_stops_at_once(bare: Tree) -> None:
     for arguments, sentence in (
         (("--device", "cuda"), "ERROR: --device cuda: torch "),
-        (("-m", "gpu", "--device", "cuda:7"), "ERROR: --device cuda:7: torch "),
         (("-m", "gpu"), "ERROR: -m gpu runs on a CUDA device: add --device cuda."),
         (("--device", "tpu"), "ERROR: --device tpu: parity is shown on cpu or cuda."),
     ):
@@ -121,7 +120,7 @@ def test_the_data_may_be_missing_but_not_under_ci(bare: Tree, tmp_path: Path) ->
     (bare.root / "tests" / "test_data.py").write_text(DATA)
     command = ("-m", "pytest", "-q", "tests/test_data.py")
     assert "1 skipped" in bare.python(*command).stdout
-    assert "names no tau-bench retail folder" in bare.python(*command, CI="1").stdout
-    assert bare.python(*command, CI="1").returncode == 1
+    done = bare.python(*command, CI="1")
+    assert (done.returncode, "names no tau-bench retail folder" in done.stdout) == (1, True), done
     (tmp_path / "tools_info.json").write_text("[]")
     assert "1 passed" in bare.python(*command, CI="1", PARITYGATE_TAU_BENCH=str(tmp_path)).stdout
