@@ -34,14 +34,12 @@ class CachedAttention:
     """Attention that appends to each sequence's keys and values, then attends to all of them; no gradient."""
 
     def __init__(self, spans: list[Span], rows: int) -> None:
-        self.single = [(s.row, s.sequence, s.start, row_mask(s.start)) for s in spans if s.count == 1]
-        self.longer = [s for s in spans if s.count > 1]
-        self.index = torch.tensor([row for row, *_ in self.single])
+        self.longer = [span for span in spans if span.count > 1]
+        self.single = [_Single(span) for span in spans if span.count == 1]
+        self.index = torch.tensor([single.row for single in self.single])
         self.rows = rows
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        heads, _, dim = q.shape
-        kv_heads = k.shape[0]
         q = q * scale
         fresh = torch.stack([k, v]).permute(2, 0, 1, 3)  # (T, 2, K, D), the cache's own order
         out = torch.zeros_like(q)
@@ -52,22 +50,37 @@ class CachedAttention:
             for position, count in blocks(span.start, span.count):
                 row = span.row + position - span.start
                 weights = block_weights(q[:, row : row + count], keys, position)
-                out[:, row : row + count] = mix(weights, values, heads, count)
+                out[:, row : row + count] = mix(weights, values, q.shape[0], count)
         if self.single:
-            # The same products as above, with as few calls as they can be made in: this is the inner loop of decoding.
-            group = heads // kv_heads
-            queries = q.new_zeros(self.rows, kv_heads, max(group, stable_rows(dim)), dim)
-            queries[:, :, :group] = q.view(kv_heads, group, -1, dim).permute(2, 0, 1, 3)
-            mixed: list[Tensor] = []
-            for row, sequence, position, masked in self.single:
-                cache = sequence.kv[layer]
-                cache[position] = fresh[row]
-                known = cache[: masked.shape[-1]]
-                scores = torch.baddbmm(masked, queries[row], known[:, 0].permute(1, 2, 0))
-                mixed.append(torch.bmm(torch.softmax(scores, -1), known[:, 1].transpose(0, 1)))
-            stacked = torch.stack(mixed)[:, :, :group]
-            out[:, self.index] = stacked.reshape(len(mixed), heads, dim).transpose(0, 1)
+            out[:, self.index] = self._attend_single(layer, q, fresh)
         return out
+
+    def _attend_single(self, layer: int, q: Tensor, fresh: Tensor) -> Tensor:
+        """The same products for rows of one token, in as few calls as can be: the inner loop of decoding."""
+        heads, _, dim = q.shape
+        kv_heads = fresh.shape[2]
+        group = heads // kv_heads
+        padded = q.new_zeros(self.rows, kv_heads, max(group, stable_rows(dim)), dim)
+        padded[:, :, :group] = q.view(kv_heads, group, -1, dim).permute(2, 0, 1, 3)
+        queries, entries = padded.unbind(0), fresh.unbind(0)
+        mixed: list[Tensor] = []
+        for single in self.single:
+            single.slots[layer].copy_(entries[single.row])
+            scores = torch.baddbmm(single.mask, queries[single.row], single.keys[layer])
+            mixed.append(torch.bmm(torch.softmax(scores, -1), single.values[layer]))
+        return torch.stack(mixed)[:, :, :group].reshape(len(mixed), heads, dim).transpose(0, 1)
+
+
+class _Single:
+    """A span of one token, its views of every layer's cache taken once for the whole pass."""
+
+    def __init__(self, span: Span) -> None:
+        self.row = span.row
+        self.mask = row_mask(span.start)
+        kv, end = span.sequence.kv, self.mask.shape[-1]
+        self.slots = kv[:, span.start].unbind(0)
+        self.keys = kv[:, :end, 0].permute(0, 2, 3, 1).unbind(0)
+        self.values = kv[:, :end, 1].transpose(1, 2).unbind(0)
 
 
 class PlainAttention:
