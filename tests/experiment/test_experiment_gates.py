@@ -54,7 +54,7 @@ def check_logs_and_cap(run: Path, record: dict[str, Any]) -> None:
     assert len([line for line in pilots if line["variant"]]) <= 4
     for line in pilots:
         name = "-".join(filter(None, ["activation_pilot", line["arm"], line["variant"], f"{line['step']:03d}"]))
-        assert len(read_lines(run / "trajectories" / f"{name}.jsonl")) == 16
+        assert len(read_lines(run / "trajectories" / f"{name}.jsonl")) == 4
     asked = json.loads((run / "spec.json").read_text())["activation_gate"]["checks"]
     for table in record["facts"]["gates"].values():
         for row in table:

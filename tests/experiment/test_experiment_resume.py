@@ -88,7 +88,7 @@ def test_a_service_that_fails_anywhere_costs_nothing(run_spec: Any, scripted: An
     service = scripted(ScriptedService())
     run_spec(brief(), output=tmp_path / "undisturbed")
     calls, rng = service.calls, random.Random(11)
-    for number in range(soak(quick=5, full=60)):
+    for number in range(soak(quick=3, full=60)):
         service = scripted(ScriptedService(Script(fails_at=rng.randrange(calls), fails_after=rng.random() < 0.5)))
         output = tmp_path / f"run-{number}"
         with pytest.raises(BackendError, match="planned failure"):

@@ -177,7 +177,7 @@ async def advance(
     tasks = collector.train_tasks()
     for step in range(steps):
         due = [run for run in runs if run.done == step]
-        chosen = tasks[step * per_step : (step + 1) * per_step]
+        chosen = [tasks[place % len(tasks)] for place in range(step * per_step, (step + 1) * per_step)]
         collector.state.progress.update(f"step {step + 1} of {steps}")
         taken = await asyncio.gather(*(run.step(chosen, collector) for run in due), return_exceptions=True)
         for run, record in zip(due, taken, strict=True):
