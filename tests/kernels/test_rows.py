@@ -12,7 +12,7 @@ import torch
 from kernel_batches import answer, batch
 from torch import Tensor
 
-from paritygate.losses import _spod_torch, spod
+from paritygate.losses import spod
 from paritygate.losses.kernels import compiled, cpu
 
 HALF_ULP = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 5e-4}
@@ -231,31 +231,6 @@ def test_the_gradient_is_differentiable_where_asked() -> None:
     (second,) = torch.autograd.grad(slope.square().sum(), leaf)
     assert torch.isfinite(second).all()
     assert second.abs().max() > 0
-
-
-@DTYPES
-@pytest.mark.parametrize("vocabulary", [1, 2, 300])
-@pytest.mark.parametrize("noise", [1e-3, 2.0])
-def test_torch_alone(vocabulary: int, noise: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing can be compiled: blocks of several rows and of one, every branch, in place, entries of -inf."""
-    monkeypatch.setattr(cpu, "serves", lambda *_: False)
-    for block in (1, 4 * vocabulary):
-        monkeypatch.setattr(_spod_torch, "BLOCK", block)
-        for sure in (0.0, 6.0, 30.0):
-            data = batch(RAGGED, vocabulary, dtype, noise=noise, sure=sure)
-            result, gradient = spod.success_preserving_loss_and_grad(**data)
-            holds(data, result, gradient)
-            own = data["student_logits"].clone()
-            spod.success_preserving_loss_and_grad(**{**data, "student_logits": own}, out=own)
-            assert torch.equal(own, gradient)
-    if vocabulary == 300:
-        data["student_logits"][:, 200:] = data["teacher_logits"][:, 200:] = -math.inf
-        data["teacher_logits"][:, 150:] = -math.inf
-        data["actions"].clamp_(max=100)
-        holds(data, *spod.success_preserving_loss_and_grad(**data))
-        data["student_logits"][3, 7] = math.nan
-        with pytest.raises(ValueError, match="student_logits row 3 holds NaN"):
-            spod.success_preserving_loss(**data)
 
 
 @DTYPES

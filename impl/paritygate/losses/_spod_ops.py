@@ -1,4 +1,4 @@
-"""What SPOD asks of rows of logits, by the fastest means there is: C++, Triton, torch in float32, torch in float64.
+"""What SPOD asks of rows of logits, by the fastest means there is: C++, Triton, or torch in float64 blocks.
 
 Each is one opaque operator to torch.compile. What is known of a row are the `COLUMNS` of its statistics, float64.
 """
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from . import _spod_rows as plain
-from . import _spod_torch
 from ._checks import no_distribution
 from .kernels import cpu, has_triton
 from .kernels.cpu import COLUMNS
@@ -21,9 +20,7 @@ def engine(student: Tensor, teacher: Tensor) -> ModuleType | None:
         from .kernels import triton_rows
 
         return triton_rows if triton_rows.serves(student, teacher) else None
-    if cpu.serves(student, teacher):
-        return cpu
-    return _spod_torch if _spod_torch.serves(student, teacher) else None
+    return cpu if cpu.serves(student, teacher) else None
 
 
 @torch.library.custom_op("paritygate::spod_statistics", mutates_args=())
