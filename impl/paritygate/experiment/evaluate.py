@@ -23,8 +23,7 @@ AT_ONCE = 16  # episodes under way at a time, as in a training step
 async def evaluate(state: State) -> Decided:
     """One item an arm, task and rollout, each committed by itself; PhaseStopped when one stays without a judgement."""
     collector = await Collector.of(state, state.settings())
-    arms = await asyncio.gather(*(evaluate_arm(state, arm, collector) for arm in state.exp.arms))
-    items = [item for own in arms for item in own]
+    items = await all_items(state, collector)
     write_atomic(state.directory / "items.jsonl", b"".join(canonical(finite(item)) + b"\n" for item in items))
     missing = [item for item in items if item["composite"] is None]
     files = ["items.jsonl", *state.journal.files(PHASE)]
@@ -43,6 +42,17 @@ async def evaluate(state: State) -> Decided:
         facts,
         files,
     )
+
+
+async def all_items(state: State, collector: Collector) -> list[Record]:
+    """The items of all arms, evaluated side by side, in the arms' order; the first failure once all have ended."""
+    own = (evaluate_arm(state, arm, collector) for arm in state.exp.arms)
+    items: list[Record] = []
+    for evaluated in await asyncio.gather(*own, return_exceptions=True):
+        if isinstance(evaluated, BaseException):
+            raise evaluated
+        items += evaluated
+    return items
 
 
 async def evaluate_arm(state: State, arm: Arm, collector: Collector) -> list[Record]:

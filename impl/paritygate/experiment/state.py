@@ -1,5 +1,6 @@
 """What every phase reads: the spec, the run directory, the data, the service; nothing here decides anything."""
 
+import asyncio
 import dataclasses
 import os
 import shutil
@@ -76,6 +77,7 @@ class State:
         self.timings = Timings(directory / TIMINGS)
         self.chain = PhaseChain(directory)
         self._connection, self._phase = AsyncExitStack(), AsyncExitStack()
+        self._connecting = asyncio.Lock()
         self._services: list[Backend] = []
         self._sessions: dict[int, Backend] = {}
         self._policy: Sampler | None = None
@@ -89,10 +91,11 @@ class State:
         place = 0
         if lane and (await self.backend()).embedded:
             place = lane % self.side_by_side()
-        while len(self._services) <= place:
-            await self._connect()
-        if place not in self._sessions:
-            self._sessions[place] = await self._phase.enter_async_context(self._services[place].session())
+        async with self._connecting:  # lanes may ask at the same time
+            while len(self._services) <= place:
+                await self._connect()
+            if place not in self._sessions:
+                self._sessions[place] = await self._phase.enter_async_context(self._services[place].session())
         return self._sessions[place]
 
     @staticmethod
