@@ -1,6 +1,6 @@
 """Runs of the protocol in this process, on the scripted service or on the tiny model, with the guard stood in for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from small import ROOT, write_spec
 from paritygate import experiment
 from paritygate.agent import renderer
 from paritygate.agent.vocabulary import offline
+from paritygate.server import Running, start
 from paritygate.spec import Experiment, load
 
 Run = Callable[..., Any]
@@ -62,3 +63,22 @@ def lean(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("paritygate.experiment.correctness.model_comparisons", none)
     monkeypatch.setattr("paritygate.report.write", lambda directory: (directory / "report.html").write_text("page"))
+
+
+@pytest.fixture(scope="session")
+def tiny_server() -> Iterator[Running]:
+    """The embedded server with the tiny model in this process."""
+    server = start("tiny")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def at_tiny(monkeypatch: pytest.MonkeyPatch, tiny_server: Running) -> Callable[[str], None]:
+    """at_tiny(url): runs go to the tiny server at `url`, its own address or a proxy's."""
+
+    def use(url: str) -> None:
+        monkeypatch.setenv("TINKER_BASE_URL", url)
+        monkeypatch.setenv("TINKER_API_KEY", tiny_server.api_key)
+
+    return use

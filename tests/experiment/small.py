@@ -50,3 +50,10 @@ def write_spec(folder: Path, spec: dict[str, Any]) -> Path:
     path = folder / "spec.json"
     path.write_text(json.dumps(spec, indent=1))
     return path
+
+
+def small_at_a_service(**protocol: Any) -> dict[str, Any]:
+    """The same with GPU hours to spend: behind an address it counts as a service."""
+    spec = small_spec(**protocol)
+    spec["budget"]["gpu_hours"] = 100
+    return spec

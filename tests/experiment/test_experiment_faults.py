@@ -8,44 +8,23 @@ from typing import Any
 
 import pytest
 from faulty_proxy import FAULTS, FaultyProxy
-from small import TINY, small_spec
+from small import TINY, small_at_a_service
 
 from counts import soak
 from paritygate.errors import BackendError
-from paritygate.server import Running, start
+from paritygate.server import Running
 
 FINAL = ("metrics.jsonl", "items.jsonl", "verdict.json")
 
 
-@pytest.fixture(scope="module")
-def tiny_server() -> Any:
-    server = start("tiny")
-    yield server
-    server.stop()
-
-
-def use(monkeypatch: pytest.MonkeyPatch, url: str, server: Running) -> None:
-    monkeypatch.setenv("TINKER_BASE_URL", url)
-    monkeypatch.setenv("TINKER_API_KEY", server.api_key)
-
-
-def spec_at_a_service() -> dict[str, Any]:
-    """The small experiment with GPU hours to spend: behind an address it counts as a service."""
-    spec = small_spec()
-    spec["budget"]["gpu_hours"] = 100
-    return spec
-
-
 @pytest.mark.usefixtures("lean")
-def test_a_bad_network_changes_nothing(
-    run_spec: Any, monkeypatch: pytest.MonkeyPatch, tiny_server: Running, tmp_path: Path
-) -> None:
-    use(monkeypatch, tiny_server.base_url, tiny_server)
-    run_spec(spec_at_a_service(), output=tmp_path / "clean")
+def test_a_bad_network_changes_nothing(run_spec: Any, at_tiny: Any, tiny_server: Running, tmp_path: Path) -> None:
+    at_tiny(tiny_server.base_url)
+    run_spec(small_at_a_service(), output=tmp_path / "clean")
     rate, stall = soak(quick=3, full=5) / 100, float(soak(quick=1, full=10))
     with FaultyProxy(tiny_server.base_url, rate=rate, stall=stall, seed=5) as proxy:
-        use(monkeypatch, proxy.url, tiny_server)
-        run_spec(spec_at_a_service(), output=tmp_path / "faulty")
+        at_tiny(proxy.url)
+        run_spec(small_at_a_service(), output=tmp_path / "faulty")
         assert all(proxy.done[fault] for fault in FAULTS), proxy.done
     for name in FINAL:
         assert (tmp_path / "faulty" / name).read_bytes() == (tmp_path / "clean" / name).read_bytes(), name
@@ -53,30 +32,28 @@ def test_a_bad_network_changes_nothing(
 
 @pytest.mark.usefixtures("lean")
 def test_a_service_that_is_down_is_named_and_the_run_goes_on_later(
-    run_spec: Any, monkeypatch: pytest.MonkeyPatch, tiny_server: Running, tmp_path: Path
+    run_spec: Any, at_tiny: Any, tiny_server: Running, tmp_path: Path
 ) -> None:
-    use(monkeypatch, tiny_server.base_url, tiny_server)
-    run_spec(spec_at_a_service(), until="design_check")
+    at_tiny(tiny_server.base_url)
+    run_spec(small_at_a_service(), until="design_check")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers
         nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        monkeypatch.setenv("TINKER_BASE_URL", nobody)
-        run_spec(spec_at_a_service(), until="correctness_preflight", resume=True)
+        at_tiny(nobody)
+        run_spec(small_at_a_service(), until="correctness_preflight", resume=True)
         began = time.monotonic()
         with pytest.raises(BackendError, match="No healthy Tinker service at " + nobody) as failed:
-            run_spec(spec_at_a_service(), resume=True)
+            run_spec(small_at_a_service(), resume=True)
         assert time.monotonic() - began < 10
         assert failed.value.exit_code == 5
-    monkeypatch.setenv("TINKER_BASE_URL", tiny_server.base_url)
-    result = run_spec(spec_at_a_service(), resume=True, until="restoration_preflight")
+    at_tiny(tiny_server.base_url)
+    result = run_spec(small_at_a_service(), resume=True, until="restoration_preflight")
     assert result.completed[-1] == "restoration_preflight"
 
 
 @pytest.mark.usefixtures("lean")
-def test_a_service_without_the_model_says_what_it_serves(
-    run_spec: Any, monkeypatch: pytest.MonkeyPatch, tiny_server: Running
-) -> None:
-    use(monkeypatch, tiny_server.base_url, tiny_server)
-    spec = json.loads(json.dumps(spec_at_a_service()).replace(TINY, "Qwen/Qwen3.5-4B"))
+def test_a_service_without_the_model_says_what_it_serves(run_spec: Any, at_tiny: Any, tiny_server: Running) -> None:
+    at_tiny(tiny_server.base_url)
+    spec = json.loads(json.dumps(small_at_a_service()).replace(TINY, "Qwen/Qwen3.5-4B"))
     with pytest.raises(BackendError, match=r"does not serve Qwen/Qwen3\.5-4B, the base model"):
         run_spec(spec)

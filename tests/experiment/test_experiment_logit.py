@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import small_spec
+from small import small_at_a_service
 from transformers import AutoModelForCausalLM
 
 from paritygate.agent.judge import Judged
@@ -18,7 +18,7 @@ from paritygate.experiment import model_gradients
 from paritygate.experiment.journal import read_lines
 from paritygate.experiment.logit import logit_datums
 from paritygate.experiment.rollouts import Rollout, Teacher
-from paritygate.server import start
+from paritygate.server import Running, start
 from paritygate.server.models import resolve
 from paritygate_reference import sdpo as reference
 
@@ -103,10 +103,12 @@ def test_the_gradient_is_the_references(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("lean")
-def test_an_arm_of_this_kind_trains(run_spec: Any, tmp_path: Path) -> None:
-    spec = small_spec()
+def test_an_arm_of_this_kind_trains(run_spec: Any, at_tiny: Any, tiny_server: Running, tmp_path: Path) -> None:
+    spec = small_at_a_service()
     spec["arms"][1] |= {"kind": "sdpo_logit", "top_k": K}
-    run_spec(spec, until="train")
-    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["phase"] == "train"]
+    at_tiny(tiny_server.base_url)
+    run_spec(spec, until="activation_pilot")
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["phase"] == "activation_pilot"]
     assert [line.get("logit_top_k") for line in lines] == [None, K, None, K]
-    assert all(line["loss"] is not None for line in lines)
+    assert all(line["logit_frac_tail_dropped"] == 0 for line in lines if line["arm"] == "sdpo_token")
+    assert all(line["loss"] for line in lines if line["arm"] == "sdpo_token")
