@@ -96,7 +96,7 @@ def test_a_local_folder_of_another_architecture_is_served(tmp_path: Path) -> Non
         tokens = torch.randint(0, 96, (70,))
         from paritygate.server.attention import PlainAttention
 
-        with torch.no_grad(), network.routed([], PlainAttention([70])):
+        with torch.no_grad(), network.routed([], PlainAttention(0, [70])):
             logits = network.head(network.forward(tokens, torch.arange(70)), [])
             assert torch.allclose(logits, model(tokens[None]).logits[0], rtol=0, atol=1e-5)
 

@@ -17,7 +17,7 @@ from paritygate.server.lora import BASE, Adapter, LoraSpec, Snapshot
 from paritygate.server.losses import LossInputs
 from paritygate.server.sampling import SamplingParams
 from paritygate.server.scoring import Scoring
-from paritygate.server.training import AdamParams, Datum, Pass, adam_step
+from paritygate.server.training import AdamParams, Datum, Packing, Pass, adam_step
 
 
 def plain_model(network: Any, dtype: torch.dtype = torch.float64) -> Any:
@@ -109,6 +109,46 @@ def test_gradients_accumulate_over_requests_and_pieces(network: Any) -> None:
         assert a.grad is not None
         assert b.grad is not None
         assert torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-5 * max(1.0, float(a.grad.abs().max()))), name
+
+
+@pytest.mark.parametrize("prompt", [7, 64, 100])
+def test_a_prompt_in_common_is_computed_once_and_changes_nothing(network: Any, prompt: int) -> None:
+    """Logprobs keep every bit; gradients are those of the datums one by one. One datum is the prompt and no more."""
+    generator = random.Random(4)
+    vocabulary = network.shape.vocabulary
+    common = [generator.randrange(vocabulary) for _ in range(prompt)]
+    data: list[Datum] = []
+    for length in (0, 1, 40, 40, 90):
+        tokens = common + [generator.randrange(vocabulary) for _ in range(length + 1)]
+        weights = torch.tensor([generator.choice([0.0, 1.0, -0.5]) for _ in range(len(tokens) - 1)])
+        data.append(Datum(tokens[:-1], LossInputs(torch.tensor(tokens[1:]), {"weights": weights})))
+    together, apart = moved_adapter(network), moved_adapter(network)
+    whole = Pass(network, together, data, "cross_entropy", {}, forward_only=False)
+    pieces = list(whole.steps(10_000))
+    single = Pass(network, apart, data, "cross_entropy", {}, forward_only=False)
+    for _ in single.steps(1):
+        pass
+    assert len(pieces) == 1
+    assert all(torch.equal(a, b) for a, b in zip(whole.outcome.logprobs, single.outcome.logprobs, strict=True))
+    assert whole.outcome.loss == pytest.approx(single.outcome.loss, rel=1e-6)
+    for (name, a), (_, b) in zip(together.parameters(), apart.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-5 * max(1.0, float(a.grad.abs().max()))), name
+
+
+def test_a_pass_packs_what_fits_with_the_common_prompt_counted_once() -> None:
+    datums = [Datum([1, 2, 3, 4 + i], LossInputs(torch.tensor([2, 3, 4 + i, 9]))) for i in range(3)]
+    packing = Packing()
+    assert packing.rows_with(datums[0]) == 4
+    packing.add(datums[0])
+    assert packing.rows_with(datums[0]) == 4  # the same again adds nothing
+    assert packing.rows_with(datums[1]) == 2 + 2 * 2  # the third row asks for another target
+    packing.add(datums[1])
+    layout = packing.laid_out()
+    assert layout.tokens.tolist() == [1, 2, 3, 4, 3, 5]
+    assert layout.positions.tolist() == [0, 1, 2, 3, 2, 3]
+    assert [index.tolist() for index in layout.indices] == [[0, 1, 2, 3], [0, 1, 4, 5]]
 
 
 def test_forward_only_leaves_no_gradient(network: Any) -> None:
@@ -260,7 +300,7 @@ def test_samples_follow_the_distribution(network: Any, engine: Engine) -> None:
     """Draws of one token against its probabilities: chi-square over the likely ones, and what top_k, top_p keep."""
     n = soak(quick=2000, full=20_000)
     prompt = [3, 9, 27]
-    with torch.no_grad(), network.routed([], PlainAttention([16])):
+    with torch.no_grad(), network.routed([], PlainAttention(0, [16])):
         hidden = network.forward(torch.tensor(prompt + [0] * 13), torch.arange(16))
         probabilities = torch.softmax(network.head(hidden, [])[2].double(), -1)
     jobs = [job(prompt, BASE, seed=s, tokens=1, samples=100) for s in range(n // 100)]

@@ -84,34 +84,37 @@ class _Single:
 
 
 class PlainAttention:
-    """Differentiable attention of whole sequences laid end to end; `lengths` sum to the number of rows."""
+    """Differentiable attention of sequences that begin with the same `shared` rows: those first, then what follows
+    in each (`rests` rows), laid end to end."""
 
-    def __init__(self, lengths: Seq[int]) -> None:
-        self.lengths = list(lengths)
+    def __init__(self, shared: int, rests: Seq[int]) -> None:
+        self.lengths = [shared, *rests]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return torch.cat(
-            [
-                _Causal.apply(qi * scale, ki, vi)
-                for qi, ki, vi in zip(
-                    q.split(self.lengths, 1), k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True
-                )
-            ],
-            1,
-        )
+        (first_k, *rest_k), (first_v, *rest_v) = k.split(self.lengths, 1), v.split(self.lengths, 1)
+        keys = [first_k, *(torch.cat([first_k, rest], 1) for rest in rest_k)]
+        values = [first_v, *(torch.cat([first_v, rest], 1) for rest in rest_v)]
+        parts = zip(q.split(self.lengths, 1), keys, values, strict=True)
+        return torch.cat([_Causal.apply(qi * scale, ki, vi) for qi, ki, vi in parts if qi.shape[1]], 1)
 
 
 class _Causal(torch.autograd.Function):
-    """One sequence: q (H, T, D) already scaled, k and v (K, T, D) -> (H, T, D). Weights are recomputed backwards."""
+    """The last T of S positions of one sequence: q (H, T, D) already scaled, k and v (K, S, D) -> (H, T, D).
+
+    Weights are recomputed backwards.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        start = k.shape[1] - q.shape[1]
         keys, values = _whole_blocks(k), _whole_blocks(v)
         ctx.save_for_backward(q, keys, values)
+        ctx.start = start
         out = torch.empty_like(q)
-        for position, count in blocks(0, q.shape[1]):
-            weights = block_weights(q[:, position : position + count], keys, position)
-            out[:, position : position + count] = mix(weights, values, q.shape[0], count)
+        for position, count in blocks(start, q.shape[1]):
+            row = position - start
+            weights = block_weights(q[:, row : row + count], keys, position)
+            out[:, row : row + count] = mix(weights, values, q.shape[0], count)
         return out
 
     @staticmethod
@@ -121,18 +124,20 @@ class _Causal(torch.autograd.Function):
         kv_heads = keys.shape[0]
         grad_q = torch.empty_like(q)
         grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
-        for position, count in blocks(0, length):
+        for position, count in blocks(ctx.start, length):
             end = (position // BLOCK + 1) * BLOCK
             rows = heads // kv_heads * count
-            queries = q[:, position : position + count].reshape(kv_heads, rows, dim)
-            into = grads[0][:, position : position + count].reshape(kv_heads, rows, dim)
-            weights = block_weights(q[:, position : position + count], keys, position)[:, :rows]
+            row = position - ctx.start
+            queries = q[:, row : row + count].reshape(kv_heads, rows, dim)
+            into = grads[0][:, row : row + count].reshape(kv_heads, rows, dim)
+            weights = block_weights(q[:, row : row + count], keys, position)[:, :rows]
             into_weights = torch.bmm(into, values[:, :end].transpose(1, 2))
             into_scores = weights * (into_weights - (into_weights * weights).sum(-1, keepdim=True))
             grad_v[:, :end] += torch.bmm(weights.transpose(1, 2), into)
             grad_k[:, :end] += torch.bmm(into_scores.transpose(1, 2), queries)
-            grad_q[:, position : position + count] = torch.bmm(into_scores, keys[:, :end]).reshape(heads, count, dim)
-        return grad_q, grad_k[:, :length], grad_v[:, :length]
+            grad_q[:, row : row + count] = torch.bmm(into_scores, keys[:, :end]).reshape(heads, count, dim)
+        known = ctx.start + length
+        return grad_q, grad_k[:, :known], grad_v[:, :known]
 
 
 def blocks(start: int, count: int) -> Iterator[tuple[int, int]]:

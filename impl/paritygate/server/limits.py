@@ -29,7 +29,7 @@ class Limits:
     sampler_bytes: int = 1024**3
     rows: int = 64
     prefill_tokens: int = 512
-    train_tokens: int = 768
+    train_tokens: int = 1536
     active_cache_bytes: int = 4 * 1024**3
     prefix_cache_bytes: int = 2 * 1024**3
     result_bytes: int = 512 * 1024**2

@@ -63,7 +63,7 @@ class Network:
         """BadInputError unless packed rows give what the model gives by itself: no list of features can promise it."""
         length = min(2 * MIN_ROWS, self.shape.context)
         tokens = torch.arange(length) % self.shape.vocabulary
-        with torch.no_grad(), self.routed([], PlainAttention([length])):
+        with torch.no_grad(), self.routed([], PlainAttention(0, [length])):
             packed = self.forward(tokens, torch.arange(length)).float()
         config: Any = self.body.config
         config._attn_implementation = "eager"

@@ -1,5 +1,6 @@
 """Forward, backward and Adam for one adapter: packed datums in, logprobs and accumulated gradients out."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -44,6 +45,69 @@ class AdamParams:
     grad_clip_norm: float = 0.0
 
 
+class Packing:
+    """Datums as rows of one forward pass: what all of them begin with once, then the rest of each, end to end.
+
+    Shared are the rows on which all agree in token and targets: a prompt that rollouts have in common is computed once.
+    """
+
+    def __init__(self) -> None:
+        self.data: list[Datum] = []
+        self.tables: list[Tensor] = []  # (N, 1 + K): token and the targets asked for
+        self.shared = 0
+
+    def add(self, datum: Datum) -> None:
+        """Append a datum; the pass sees it with the others."""
+        self.shared = self._shared_with(datum)
+        self.data.append(datum)
+        self.tables.append(_table(datum))
+
+    def rows_with(self, datum: Datum) -> int:
+        """Rows of the pass if `datum` were added."""
+        shared = self._shared_with(datum)
+        return shared + sum(len(d.tokens) - shared for d in [*self.data, datum])
+
+    def _shared_with(self, datum: Datum) -> int:
+        if not self.data:
+            return len(datum.tokens)
+        first, new = self.tables[0], _table(datum)
+        if first.shape[1] != new.shape[1]:
+            return 0
+        least = min(self.shared, len(new))
+        differ = (first[:least] != new[:least]).any(1).nonzero()
+        return int(differ[0, 0]) if len(differ) else least
+
+    def laid_out(self) -> "Layout":
+        """The rows themselves."""
+        width = max(table.shape[1] for table in self.tables)
+        tables = [torch.cat([t, t[:, 1:2].expand(-1, width - t.shape[1])], 1) for t in self.tables]
+        shared, rests = self.shared, [len(t) - self.shared for t in tables]
+        joined = torch.cat([tables[0][:shared], *(t[shared:] for t in tables)])
+        places = [torch.arange(len(t)) for t in tables]
+        positions = torch.cat([torch.arange(shared), *(place[shared:] for place in places)])
+        starts = itertools.accumulate(rests, initial=0)  # datum i, position p >= shared is row p + starts[i]
+        indices = [torch.where(p < shared, p, p + start) for p, start in zip(places, starts, strict=False)]
+        return Layout(joined[:, 0], positions, joined[:, 1:], shared, rests, indices)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`tokens` and `positions` (R,), `targets` (R, K; narrower ones repeat their first id); the first `shared` rows
+    begin every datum, `rests` are the rows that each adds, `indices[i]` the rows of datum i in order."""
+
+    tokens: Tensor
+    positions: Tensor
+    targets: Tensor
+    shared: int
+    rests: list[int]
+    indices: list[Tensor]
+
+
+def _table(datum: Datum) -> Tensor:
+    targets = datum.inputs.target_tokens
+    return torch.cat([torch.tensor(datum.tokens)[:, None], targets[:, None] if targets.ndim == 1 else targets], 1)
+
+
 class Pass:
     """One forward_backward request as bounded pieces: iterate `steps()`, then read `outcome`."""
 
@@ -61,48 +125,43 @@ class Pass:
         self.outcome = Outcome()
 
     def steps(self, budget: int) -> Iterator[None]:
-        """Run the datums in order, whole sequences packed up to `budget` tokens a piece.
+        """Run the datums in order, whole sequences packed up to `budget` rows a piece.
 
         Gradients reach the adapter only when every piece has succeeded.
         """
         gradients: dict[str, Tensor] = {}
-        piece: list[Datum] = []
+        packing = Packing()
         for datum in self.data:
-            if piece and sum(len(d.tokens) for d in piece) + len(datum.tokens) > budget:
-                self._piece(piece, gradients)
+            if packing.data and packing.rows_with(datum) > budget:
+                self._piece(packing, gradients)
                 yield
-                piece = []
-            piece.append(datum)
-        self._piece(piece, gradients)
+                packing = Packing()
+            packing.add(datum)
+        self._piece(packing, gradients)
         for name, parameter in self.adapter.parameters():
             if name in gradients:
                 total = gradients[name]
                 parameter.grad = total if parameter.grad is None else parameter.grad + total
         yield
 
-    def _piece(self, data: list[Datum], gradients: dict[str, Tensor]) -> None:
-        lengths = [len(datum.tokens) for datum in data]
-        padding = max(0, MIN_ROWS - sum(lengths))
-        tokens = torch.tensor([token for datum in data for token in datum.tokens] + [0] * padding)
-        positions = torch.cat([torch.arange(n) for n in [*lengths, *([padding] if padding else [])]])
-        attention = PlainAttention([*lengths, *([padding] if padding else [])])
+    def _piece(self, packing: Packing, gradients: dict[str, Tensor]) -> None:
+        layout = packing.laid_out()
+        count = len(layout.tokens)
+        padding = max(0, MIN_ROWS - count)
+        tokens = torch.cat([layout.tokens, torch.zeros(padding, dtype=torch.long)])
+        positions = torch.cat([layout.positions, torch.arange(padding)])
+        attention = PlainAttention(layout.shared, [*layout.rests, padding])
         with self.network.routed([(0, len(tokens), self.adapter)], attention):
             with torch.set_grad_enabled(not self.forward_only):
-                hidden = self.network.forward(tokens, positions, recompute=sum(lengths) > self.recompute_over)
-            wanted, rows = self._losses(data, hidden[: sum(lengths)].detach())
+                hidden = self.network.forward(tokens, positions, recompute=count > self.recompute_over)
+            rows = hidden[:count].detach()
+            with torch.no_grad():
+                chunks = zip(rows.split(CHUNK), layout.targets.split(CHUNK), strict=True)
+                logprobs = torch.cat([self._logprobs(part, targets) for part, targets in chunks])
+            each = self._loss_gradients(packing.data, tuple(logprobs[index] for index in layout.indices))
             if not self.forward_only:
-                self._backward(hidden, rows, data, wanted, gradients)
-
-    def _losses(self, data: list[Datum], rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Logprobs and losses of a piece from its hidden states; returns (d loss / d logprobs, rows)."""
-        with torch.no_grad():
-            logprobs = torch.cat(
-                [
-                    self._logprobs(rows[start : start + CHUNK], targets)
-                    for start, targets in _chunks([d.inputs.target_tokens for d in data])
-                ]
-            )
-        return self._loss_gradients(data, logprobs.split([len(d.tokens) for d in data])), rows
+                wanted = torch.zeros_like(logprobs).index_add_(0, torch.cat(layout.indices), each)
+                self._backward(hidden, rows, layout.targets, wanted, gradients)
 
     def _loss_gradients(self, data: list[Datum], logprobs: tuple[Tensor, ...]) -> Tensor:
         """Add each datum's loss and logprobs to the outcome; return d loss / d logprobs, rows of (K,) end to end."""
@@ -133,10 +192,9 @@ class Pass:
         return logits.gather(1, targets_MK) - torch.logsumexp(logits, 1, keepdim=True)
 
     def _backward(
-        self, hidden: Tensor, rows: Tensor, data: list[Datum], wanted: Tensor, gradients: dict[str, Tensor]
+        self, hidden: Tensor, rows: Tensor, targets: Tensor, wanted: Tensor, gradients: dict[str, Tensor]
     ) -> None:
         """Differentiate sum(wanted * logprobs): through the head where it is not 0, then through the body."""
-        targets = torch.cat([_columns(d.inputs.target_tokens, wanted.shape[1]) for d in data])
         needed = (wanted != 0).any(1).nonzero()[:, 0]
         if len(needed) == 0:
             return
@@ -185,20 +243,6 @@ def adam_step(adapter: Adapter, params: AdamParams) -> float:
             parameter.addcdiv_(m / first, (v / second).sqrt_().add_(params.eps), value=-params.learning_rate)
             parameter.grad = None
     return norm
-
-
-def _chunks(targets: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """(start, (M, K) ids) of CHUNK rows at a time; K is the widest of the datums, narrower ones
-    repeat their first id."""
-    width = max(1 if t.ndim == 1 else t.shape[1] for t in targets)
-    every = torch.cat([_columns(t, width) for t in targets])
-    for start in range(0, len(every), CHUNK):
-        yield start, every[start : start + CHUNK]
-
-
-def _columns(targets: Tensor, width: int) -> Tensor:
-    ids = targets[:, None] if targets.ndim == 1 else targets
-    return ids if ids.shape[1] == width else torch.cat([ids, ids[:, :1].expand(-1, width - ids.shape[1])], 1)
 
 
 def _add(gradients: dict[str, Tensor], named: list[tuple[str, Tensor]], grads: tuple[Tensor, ...]) -> None:
