@@ -31,6 +31,7 @@ def digest(body: bytes) -> bytes:
 
 
 def json_payload(value: object) -> Payload:
+    """A value as the JSON body of an answer."""
     return Payload(json.dumps(value).encode(), "application/json")
 
 
