@@ -11,7 +11,8 @@ from faulty_proxy import FAULTS, FaultyProxy
 from small import TINY, small_at_a_service
 
 from counts import soak
-from paritygate.errors import BackendError
+from paritygate.errors import BackendError, GateStopped
+from paritygate.experiment import lane
 from paritygate.server import Running
 
 FINAL = ("metrics.jsonl", "items.jsonl", "verdict.json")
@@ -57,3 +58,30 @@ def test_a_service_without_the_model_says_what_it_serves(run_spec: Any, at_tiny:
     spec = json.loads(json.dumps(small_at_a_service()).replace(TINY, "Qwen/Qwen3.5-4B"))
     with pytest.raises(BackendError, match=r"does not serve Qwen/Qwen3\.5-4B, the base model"):
         run_spec(spec)
+
+
+@pytest.mark.usefixtures("lean")
+def test_a_loss_that_overflows_at_the_server_stops_before_the_step(
+    run_spec: Any, at_tiny: Any, tiny_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedded server refuses a loss of infinity; the run says in which trajectory, where and at which token."""
+    right, planted = lane.make_batch, list[tuple[str, int, int]]()
+
+    async def overflowing(*arguments: Any) -> Any:
+        batch = await right(*arguments)
+        last = len(batch.datums) - 1
+        datum = batch.datums[last]
+        place = max((t for t, advantage in enumerate(datum.inputs["advantages"]) if advantage), default=None)
+        if place is None:
+            return batch
+        datum.inputs["logprobs"][place] = -800.0  # a ratio of exp(790)
+        planted.append((batch.labels[last], place + 1, datum.tokens[place + 1]))
+        return batch
+
+    at_tiny(tiny_server.base_url)
+    run_spec(small_at_a_service(), until="activation_pilot")
+    monkeypatch.setattr(lane, "make_batch", overflowing)
+    with pytest.raises(GateStopped, match="stopped before the optimiser step") as stopped:
+        run_spec(small_at_a_service(), resume=True)
+    message = str(stopped.value)
+    assert any(f"of {label} at position {place}, token {token}" in message for label, place, token in planted)
