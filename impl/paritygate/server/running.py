@@ -38,9 +38,9 @@ class Running:
 
     def stop(self) -> None:
         """Stop taking requests, fail what waits, join both threads; a second call does nothing."""
+        self._engine.stop()  # first: it settles every promise, so that no long poll holds the server back
         self._server.should_exit = True
         self._thread.join()
-        self._engine.stop()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
