@@ -41,6 +41,7 @@ def _log_mixed(w, rest, log_w, t):
 def divergence_kernel(
     p_ptr, q_ptr, read_ptr, known_ptr, share_ptr, p_stride, q_stride, V, KIND: tl.constexpr, WIDE: tl.constexpr
 ):
+    """One program a row: the divergence of two rows over the vocabulary and what its gradient needs (float64)."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(read_ptr + row) != 0:
         nothing, zero = tl.full((), -INF, tl.float64), tl.full((), 0.0, tl.float64)
@@ -88,6 +89,7 @@ def divergence_gradient_kernel(
     p_ptr, q_ptr, out_ptr, known_ptr, scale_ptr, share_ptr, p_stride, q_stride, V, blocks,
     KIND: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    """One program a block of a row: d divergence / d student logits from what the first pass kept."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks) * WIDE + tl.arange(0, WIDE)
     out = out_ptr + row * V + at

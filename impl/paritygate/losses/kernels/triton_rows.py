@@ -66,6 +66,7 @@ def _settled(pm, qm, qs, slope, curve):
 
 @triton.jit
 def statistics_kernel(p_ptr, q_ptr, out_ptr, p_stride, q_stride, V, WIDE: tl.constexpr):
+    """One program a row: what the row's KL and log-probabilities are made of, maximum and sums apart (out: float64)."""
     row = tl.program_id(0).to(tl.int64)
     p_row, q_row = p_ptr + row * p_stride, q_ptr + row * q_stride
     zero, nothing = tl.full((), 0.0, tl.float64), tl.full((), -INF, tl.float32)
@@ -121,6 +122,7 @@ def statistics_kernel(p_ptr, q_ptr, out_ptr, p_stride, q_stride, V, WIDE: tl.con
 def gradient_kernel(
     p_ptr, q_ptr, a_ptr, out_ptr, known_ptr, c_ptr, p_stride, q_stride, out_stride, V, blocks, WIDE: tl.constexpr
 ):
+    """One program a block of a row: d loss / d logits from the statistics and the row's weights, written once."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks) * WIDE + tl.arange(0, WIDE)
     inside = at < V
