@@ -6,6 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
+PARITY := $(PY) -X pycache_prefix=/dev/null -m pytest tests/parity -q  # no cached bytecode is read, that of conftest.py included
 INSTALLED := $(VENV)/.installed
 SPEC ?= spec/sdpo-local.json
 
@@ -48,14 +49,15 @@ data: $(INSTALLED)
 	PYTHONPATH=impl $(PY) -m paritygate.retail.fetch --to data/tau_bench_retail
 
 parity: $(INSTALLED)
-	$(PY) -m pytest tests/parity -q
+	$(PARITY)
 
 run: $(INSTALLED)
-	@$(PY) impl/verify.py --parity --spec $(SPEC) || $(PY) -m pytest tests/parity -q
+	@[ -n "$${PARITYGATE_TAU_BENCH:-}" ] || $(MAKE) --no-print-directory data
+	@$(PY) impl/verify.py --parity --spec $(SPEC) || { echo 'Proving parity now, about a minute.'; $(PARITY); }
 	$(PY) impl/run.py --spec $(SPEC)
 
 test: $(INSTALLED)
-	$(PY) -m pytest tests/parity -q
+	$(PARITY)
 	$(PY) -m pytest tests -q --ignore tests/parity
 
 soak: $(INSTALLED)
@@ -73,3 +75,4 @@ cookbook: $(INSTALLED)
 
 bench: $(INSTALLED)
 	for name in loss fused server retail rollouts; do $(PY) benchmarks/$$name.py; done
+
