@@ -25,7 +25,7 @@ export PARITYGATE_TAU_BENCH := $(abspath data/tau_bench_retail)
 endif
 endif
 
-.PHONY: help run test soak parity data env mutants cookbook bench
+.PHONY: help run test test-protocol test-rest soak parity data env mutants cookbook bench
 
 help:
 	@echo 'make run     set up, prove parity, run the local experiment ($(SPEC))'
@@ -56,13 +56,21 @@ run: $(INSTALLED)
 	@$(PY) impl/verify.py --parity --spec $(SPEC) || { echo 'Proving parity now, about a minute.'; $(PARITY); }
 	$(PY) impl/run.py --spec $(SPEC)
 
+# Two halves side by side, of about the same length on two cores.
+SLOW := tests/agent tests/backend tests/experiment tests/guard
+
 test: $(INSTALLED)
+	@$(MAKE) --no-print-directory -j2 test-protocol test-rest
+
+test-protocol: $(INSTALLED)
+	$(PY) -m pytest $(SLOW) -q
+
+test-rest: $(INSTALLED)
 	$(PARITY)
-	$(PY) -m pytest tests -q --ignore tests/parity
+	$(PY) -m pytest tests -q --ignore tests/parity $(SLOW:%=--ignore %)
 
 soak: $(INSTALLED)
-	PARITYGATE_SOAK=1 $(PY) -m pytest tests -q --ignore tests/parity
-	$(MAKE) mutants
+	PARITYGATE_SOAK=1 $(MAKE) --no-print-directory test mutants
 
 mutants: $(INSTALLED)
 	$(PY) tests/mutants/run.py

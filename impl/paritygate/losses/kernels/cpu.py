@@ -121,7 +121,7 @@ KINDS = ("forward_kl", "reverse_kl", "jsd")
 
 def divergence(student: Tensor, teacher: Tensor, read: Tensor, kind: str, mixture: float) -> tuple[Tensor, Tensor]:
     """The divergence of each row to `read` (N,) bool, (N,) float64, 0 elsewhere; and what its gradient asks for."""
-    known = torch.zeros(student.shape[0], 4, dtype=torch.float64)
+    known = torch.zeros(student.shape[0], 6, dtype=torch.float64)
     _call(_rows(student), _rows(teacher), read, None, known, divergence=(kind, mixture, read, None))
     return known[:, 0].clone(), known
 

@@ -62,10 +62,11 @@ struct Share {
     }
 };
 
-// One side of a row: its maximum, its sum of exponentials, and its log-sum-exp.
+// One side of a row: its maximum and its sum of exponentials, never added up: the maximum may be 65504 and the logarithm
+// of the sum near 0, whose digits the gradient of a nearly one-hot row is made of.
 struct Total {
     double maximum = -INFINITY, sum = 0;
-    double log() const { return maximum + std::log(sum); }
+    void keep(double* to) const { to[0] = maximum, to[1] = std::log(sum); }
     double raise(double to) {  // by how much sums so far shrink
         if (!(to > maximum)) return 1;
         double shrink = maximum == -INFINITY ? 1 : std::exp(maximum - to);
@@ -80,7 +81,7 @@ struct Divergence {
     const Problem& x;
     int kind;
     double mixture;  // the teacher's weight a in m = (1 - a) p + a q
-    double* known;   // (N, 4): the divergence, KL(p || m), log-sum-exp of student and teacher
+    double* known;   // (N, 6): the divergence, KL(p || m), maximum and log sum of the student, and of the teacher
 
     // Reads part of a row as float64, -inf beyond its end up to a whole vector; returns its maximum.
     static double read(const T* from, int64_t count, double* to) {
@@ -131,8 +132,8 @@ struct Divergence {
             }
             of_a.sum += sum_of(sum_a), of_b.sum += sum_of(sum_b), cross += sum_of(crossed);
         });
-        double* k = known + 4 * i;
-        k[2] = forward ? of_b.log() : of_a.log(), k[3] = forward ? of_a.log() : of_b.log();
+        double* k = known + 6 * i;
+        (forward ? of_b : of_a).keep(k + 2), (forward ? of_a : of_b).keep(k + 4);
         if (kind == JSD) return against_mixture(i);
         double kl = cross / of_a.sum - std::log(of_a.sum) + std::log(of_b.sum);
         k[0] = kl < 0 ? 0 : kl;
@@ -140,24 +141,26 @@ struct Divergence {
 
     void against_mixture(int64_t i) const {
         Share of_teacher(mixture), of_student(1 - mixture);
-        double *k = known + 4 * i, log_p = k[2], log_q = k[3], p_part = 0, q_part = 0;
+        double *k = known + 6 * i, top_p = k[2], log_p = k[3], top_q = k[4], log_q = k[5], p_part = 0, q_part = 0;
         each_part(i, [&](int64_t, int64_t count, const double* p, const double* q, double, double) {
             Wide of_p{}, of_q{};
             for (int64_t j = 0; j < count; j += LANES) {
-                Wide lp = wide_at(p + j) - log_p, lq = wide_at(q + j) - log_q, mp = exp_wide(lp), mq = exp_wide(lq);
+                Wide lp = wide_at(p + j) - top_p - log_p, lq = wide_at(q + j) - top_q - log_q;
+                Wide mp = exp_wide(lp), mq = exp_wide(lq);
                 of_p -= mp > 0.0 ? mp * of_teacher.log_mixed(lq - lp) : Wide{};
                 of_q -= mq > 0.0 ? mq * of_student.log_mixed(lp - lq) : Wide{};
             }
             p_part += sum_of(of_p), q_part += sum_of(of_q);
         });
         double value = (1 - mixture) * p_part + mixture * q_part;
-        k[0] = log_p == log_p && log_q == log_q ? (value < 0 ? 0 : value) : NAN;
+        double sums = top_p + log_p + top_q + log_q;
+        k[0] = sums == sums ? (value < 0 ? 0 : value) : NAN;
         k[1] = p_part;
     }
 
     void differentiate(int64_t i, double scale) const {
         T* out = (T*)x.out + i * x.out_stride;
-        const double *k = known + 4 * i, log_p = k[2], log_q = k[3];
+        const double *k = known + 6 * i, top_p = k[2], log_p = k[3], top_q = k[4], log_q = k[5];
         if (scale == 0) {
             std::memset(out, 0, x.vocabulary * sizeof *out);
             return;
@@ -169,7 +172,7 @@ struct Divergence {
         each_part(i, [&](int64_t start, int64_t count, const double* p, const double* q, double, double) {
             alignas(64) float row[PART];
             for (int64_t j = 0; j < count; j += LANES) {
-                Wide lp = wide_at(p + j) - log_p, lq = wide_at(q + j) - log_q, mass = exp_wide(lp), slope;
+                Wide lp = wide_at(p + j) - top_p - log_p, lq = wide_at(q + j) - top_q - log_q, mass = exp_wide(lp), slope;
                 if (kind == FORWARD_KL)
                     slope = mass - exp_wide(lq);
                 else if (kind == REVERSE_KL)

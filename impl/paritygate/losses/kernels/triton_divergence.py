@@ -63,8 +63,9 @@ def divergence_kernel(
             sb += tl.sum(tl.exp(db), axis=0)
             cross += tl.sum(tl.where(e > 0.0, e * (da - db), 0.0), axis=0)
         value, of_p = cross / sa - tl.log(sa) + tl.log(sb), zero
-        lse_a, lse_b = am + tl.log(sa), bm + tl.log(sb)
-        lse_p, lse_q = (lse_b, lse_a) if KIND == 0 else (lse_a, lse_b)
+        # Never added up: the maximum may be 65504 and the logarithm of the sum near 0, whose digits the gradient needs.
+        pm, qm = (bm, am) if KIND == 0 else (am, bm)
+        ps, qs = (tl.log(sb), tl.log(sa)) if KIND == 0 else (tl.log(sa), tl.log(sb))
         if KIND == 2:
             w, rest, log_w, log_rest = (
                 tl.load(share_ptr), tl.load(share_ptr + 1), tl.load(share_ptr + 2), tl.load(share_ptr + 3)
@@ -72,16 +73,19 @@ def divergence_kernel(
             of_q = zero
             for start in range(0, V, WIDE):
                 at = start + tl.arange(0, WIDE)
-                lp, lq = _row(p_ptr, row, p_stride, at, V) - lse_p, _row(q_ptr, row, q_stride, at, V) - lse_q
+                lp = _row(p_ptr, row, p_stride, at, V) - pm - ps
+                lq = _row(q_ptr, row, q_stride, at, V) - qm - qs
                 mp, mq = tl.exp(lp), tl.exp(lq)
                 of_p -= tl.sum(tl.where(mp > 0.0, mp * _log_mixed(w, rest, log_w, lq - lp), 0.0), axis=0)
                 of_q -= tl.sum(tl.where(mq > 0.0, mq * _log_mixed(rest, w, log_rest, lp - lq), 0.0), axis=0)
-            value = rest * of_p + w * of_q + 0.0 * (lse_p + lse_q)  # NaN of a bad row stays
-        known = known_ptr + row * 4
+            value = rest * of_p + w * of_q + 0.0 * (pm + ps + qm + qs)  # NaN of a bad row stays
+        known = known_ptr + row * 6
         tl.store(known, tl.where(value < 0.0, 0.0, value))
         tl.store(known + 1, of_p)
-        tl.store(known + 2, lse_p)
-        tl.store(known + 3, lse_q)
+        tl.store(known + 2, pm)
+        tl.store(known + 3, ps)
+        tl.store(known + 4, qm)
+        tl.store(known + 5, qs)
 
 
 @triton.jit
@@ -98,9 +102,9 @@ def divergence_gradient_kernel(
     if scale == 0.0:
         tl.store(out, tl.zeros((WIDE,), kind), mask=at < V)
     else:
-        known = known_ptr + row * 4
-        lp = _row(p_ptr, row, p_stride, at, V) - tl.load(known + 2)
-        lq = _row(q_ptr, row, q_stride, at, V) - tl.load(known + 3)
+        known = known_ptr + row * 6
+        lp = _row(p_ptr, row, p_stride, at, V) - tl.load(known + 2) - tl.load(known + 3)
+        lq = _row(q_ptr, row, q_stride, at, V) - tl.load(known + 4) - tl.load(known + 5)
         mass = tl.exp(lp)
         if KIND == 0:
             slope = mass - tl.exp(lq)
@@ -119,7 +123,7 @@ def divergence(student: Tensor, teacher: Tensor, read: Tensor, kind: str, mixtur
     """The divergence of each row to `read` (N,) bool, (N,) float64, 0 elsewhere; and what its gradient asks for."""
     student, teacher = _rows(student), _rows(teacher)
     count, vocabulary = student.shape
-    known = torch.zeros(count, 4, dtype=torch.float64, device=student.device)
+    known = torch.zeros(count, 6, dtype=torch.float64, device=student.device)
     if count:
         divergence_kernel[(count,)](
             student, teacher, read.to(torch.uint8).contiguous(), known, _share(mixture, student), student.stride(0),
