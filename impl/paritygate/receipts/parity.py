@@ -18,6 +18,7 @@ from paritygate.receipts.subjects import difference, subjects
 STATEMENT = "https://in-toto.io/Statement/v1"
 TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
 NAME = re.compile(r"parity-([0-9a-f]{64})\.json")
+WRITTEN = (":!receipts", ":!runs")
 HOW = "run `pytest tests/parity` and try again"
 
 
@@ -204,7 +205,7 @@ def version_change(receipt: ParityReceipt, root: Path) -> str | None:
 
 
 def git_state(root: Path) -> dict[str, Any]:
-    """commit and dirty (information only: bytes decide); both None outside a git checkout."""
+    """commit and dirty (information only: bytes decide), what runs write left out; both None outside a git checkout."""
 
     def ask(*arguments: str) -> str:
         return subprocess.run(
@@ -212,6 +213,6 @@ def git_state(root: Path) -> dict[str, Any]:
         ).stdout.strip()
 
     try:
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "--", ".", *WRITTEN))}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
