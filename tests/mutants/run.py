@@ -26,7 +26,8 @@ for root in ("impl", "reference", "tests", "tests/parity", "tests/mutants"):
 
 import hypothesis  # noqa: E402
 import torch  # noqa: E402, F401 - once, before the processes part
-from catalogue import HARMLESS, MUTANTS, Mutant  # noqa: E402
+from catalogue import HARMLESS, MUTANTS  # noqa: E402
+from mutant import Mutant  # noqa: E402
 
 import ledger  # noqa: E402
 import paritygate  # noqa: E402
