@@ -1,6 +1,7 @@
 """SDPO's compiled divergences in forms that parity does not reach; the judge is the same loss on float64 logits."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,12 @@ def logits(vocabulary: int, dtype: torch.dtype, noise: float = 2.0) -> tuple[Ten
     return student.to(dtype), teacher.to(dtype), mask
 
 
-def both(student: Tensor, teacher: Tensor, mask: Tensor, kind: str, mixture: float) -> tuple[Tensor, Tensor]:
+def both(
+    student: Tensor, teacher: Tensor, mask: Tensor, kind: str, mixture: float, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient."""
     leaf = student.detach().clone().requires_grad_()
-    loss = sdpo.logit_loss(leaf, teacher, mask, divergence=kind, mixture=mixture)
+    loss = sdpo.logit_loss(leaf, teacher, mask, divergence=kind, mixture=mixture, **options)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 

@@ -15,6 +15,15 @@ def chunk_rows(logits: Tensor) -> Iterator[tuple[int, int]]:
         yield start, min(start + rows, logits.shape[0])
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities of float64 logits (..., V); NaN in a row that is no distribution.
+
+    torch's own adds a row up in one run and is 1e-14 off at V = 50,000; its `sum` adds in pairs.
+    """
+    shifted = logits - logits.amax(-1, keepdim=True).detach()
+    return shifted - shifted.exp().sum(-1, keepdim=True).log()
+
+
 def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
     """KL(a || b) of rows (..., V) with equal sums, in nats (...,); 0 log 0 is 0, a > 0 against b = 0 is +inf.
 

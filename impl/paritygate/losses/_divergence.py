@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._distributions import chunk_rows, kl_divergence, log_mixture
+from ._distributions import chunk_rows, kl_divergence, log_mixture, log_softmax
 from .kernels import cpu, has_triton
 
 TAIL_CAP = -1e-7  # the log of the kept mass is capped here, as in the official SDPO code at 0e6d5106
@@ -29,21 +29,21 @@ class RowDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, read: Tensor, options: Options) -> Tensor:
         ctx.options = options
-        if fast := engine(student, teacher, options):
-            found, known = fast.divergence(student, teacher, read, options.divergence, options.mixture)
-            ctx.save_for_backward(student, teacher, read, known)
+        if fast := engine(student, teacher):
+            found, known = fast.divergence(student, teacher, read, *options)
+            ctx.save_for_backward(student, teacher, read, *known)
             return found
-        ctx.save_for_backward(student, teacher, read, None)
+        ctx.save_for_backward(student, teacher, read)
         values = [_values(*_block(student, teacher, read, i, j), options) for i, j in chunk_rows(student)]
         return torch.cat(values) if values else student.new_zeros(0, dtype=torch.float64)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        student, teacher, read, known = ctx.saved_tensors
-        fast = engine(student, teacher, ctx.options)
-        if fast and known is not None and not torch.is_grad_enabled():
-            kind, mixture, *_ = ctx.options
-            return fast.divergence_gradient(student, teacher, read, kind, mixture, known, grad), None, None, None
+        student, teacher, read, *known = ctx.saved_tensors
+        if (fast := engine(student, teacher)) and known and not torch.is_grad_enabled():
+            kind, mixture, _, tail = ctx.options
+            found = fast.divergence_gradient(student, teacher, read, kind, mixture, tuple(known), grad, tail)
+            return found, None, None, None
         blocks: list[Tensor] = []
         for i, j in chunk_rows(student):
             rows = _gradients(*_block(student, teacher, read, i, j), ctx.options)
@@ -52,9 +52,9 @@ class RowDivergence(torch.autograd.Function):
         return (torch.cat(blocks) if blocks else torch.zeros_like(student), None, None, None)
 
 
-def engine(student: Tensor, teacher: Tensor, options: Options) -> ModuleType | None:
-    """The module whose kernels take it, or None: the full vocabulary, outside of graphs that torch compiles."""
-    if options.top_k is not None or torch.compiler.is_compiling():
+def engine(student: Tensor, teacher: Tensor) -> ModuleType | None:
+    """The module whose kernels take these (N, V) logits, outside of graphs that torch compiles, or None."""
+    if torch.compiler.is_compiling():
         return None
     if student.is_cuda and has_triton():
         from .kernels import triton_divergence
@@ -81,7 +81,7 @@ def _buckets(logits: Tensor, log_p: Tensor, kept: Tensor | None, tail: bool) -> 
     if kept is None:
         return _Buckets(log_p, 0.0, None)
     if not tail:
-        return _Buckets(logits.gather(1, kept).log_softmax(-1), 0.0, None)
+        return _Buckets(log_softmax(logits.gather(1, kept)), 0.0, None)
     selected = log_p.gather(1, kept)
     rest = log_p.exp().scatter(1, kept, 0.0).sum(-1)  # summed, not 1 - the kept: a small tail keeps its digits
     capped = rest < SMALLEST_TAIL
@@ -92,7 +92,7 @@ def _buckets(logits: Tensor, log_p: Tensor, kept: Tensor | None, tail: bool) -> 
 
 def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
     kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
-    p, q = (_buckets(logits, logits.log_softmax(-1), kept, options.tail) for logits in (student, teacher))
+    p, q = (_buckets(logits, log_softmax(logits), kept, options.tail) for logits in (student, teacher))
     if options.divergence == "forward_kl":
         return kl_divergence(q.log, p.log) + (q.excess - p.excess)
     if options.divergence == "reverse_kl":
@@ -108,9 +108,9 @@ def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
 def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
     """With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0."""
     kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
-    log_p = student.log_softmax(-1)
+    log_p = log_softmax(student)
     p = _buckets(student, log_p, kept, options.tail)
-    q = _buckets(teacher, teacher.log_softmax(-1), kept, options.tail)
+    q = _buckets(teacher, log_softmax(teacher), kept, options.tail)
     weighted = _bucket_gradients(p.log, q.log, options)
     if p.capped is not None:
         weighted = torch.cat([weighted[:, :-1], torch.where(p.capped[:, None], 0.0, weighted[:, -1:])], dim=1)

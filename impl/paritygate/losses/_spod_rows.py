@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._distributions import chunk_rows, kl_divergence
+from ._distributions import chunk_rows, kl_divergence, log_softmax
 
 
 class Weights(NamedTuple):
@@ -19,8 +19,8 @@ def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> tuple[Tenso
     """KL(q || p), log p(action) and log q(action) of each row, three (N,) float64; (N, V), (N, V), (N,) int64."""
     results: list[tuple[Tensor, Tensor, Tensor]] = []
     for start, stop in chunk_rows(student):
-        log_p = student[start:stop].double().log_softmax(-1)
-        log_q = teacher[start:stop].double().log_softmax(-1)
+        log_p = log_softmax(student[start:stop].double())
+        log_q = log_softmax(teacher[start:stop].double())
         picked = actions[start:stop, None]
         results.append((kl_divergence(log_q, log_p), log_p.gather(1, picked)[:, 0], log_q.gather(1, picked)[:, 0]))
     kl, student_logprob, teacher_logprob = (torch.cat(column) for column in zip(*results, strict=True))
@@ -40,7 +40,7 @@ def gradient_into(out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor
 
 def _gradient(student: Tensor, teacher: Tensor, actions: Tensor, weights: Weights, bounds: tuple[int, int]) -> Tensor:
     rows = slice(*bounds)
-    p, q = student[rows].double().softmax(-1), teacher[rows].double().softmax(-1)
+    p, q = (log_softmax(logits[rows].double()).exp() for logits in (student, teacher))
     onehot = torch.zeros_like(q).scatter_(1, actions[rows, None], 1.0)
     both = weights.kl[rows, None] * (p - q) + weights.floor[rows, None] * (p - onehot)
     return both.to(student.dtype)

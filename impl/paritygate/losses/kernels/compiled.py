@@ -12,7 +12,9 @@ from pathlib import Path
 
 from paritygate import bootstrap
 
-SOURCES = ("vector.hpp", "rows.hpp", "problem.hpp", "spod.cpp", "divergence.cpp")
+SOURCES = (
+    "vector.hpp", "rows.hpp", "problem.hpp", "wide.hpp", "spod.cpp", "divergence.cpp", "truncated.cpp",
+)  # fmt: skip
 FLAGS = ("-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-w", "-shared", "-fPIC", "-pthread")
 WIDE = "-mprefer-vector-width=512"
 
@@ -69,15 +71,8 @@ def build(command: tuple[str, ...], sources: dict[str, bytes]) -> bytes:
             (Path(folder) / name).write_bytes(source)
         made = Path(folder) / "kernels.so"
         units = [name for name in sources if name.endswith(".cpp")]
-        try:
-            done = subprocess.run(
-                [*command, *FLAGS, "-o", str(made), *units], cwd=folder, capture_output=True, text=True, check=False
-            )
-        except OSError as error:
-            raise Unavailable(f"{command[0]} cannot be run: {error}") from error
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
-            raise Unavailable(f"{command[0]} could not compile the kernels: {errors[0]}")
+        _run([[*command, *FLAGS, "-c", name, "-o", f"{name}.o"] for name in units], folder)
+        _run([[*command, *FLAGS, "-o", str(made), *(f"{name}.o" for name in units)]], folder)
         return made.read_bytes()
 
 
@@ -112,6 +107,22 @@ def load(data: bytes) -> ctypes.CDLL:
             return ctypes.CDLL(str(path))
         except OSError as error:
             raise Unavailable(f"the compiled kernels cannot be loaded: {error}") from error
+
+
+def _run(commands: list[list[str]], folder: str) -> None:
+    """All of them side by side; raises Unavailable with the compiler's words for the first that fails."""
+    try:
+        running = [
+            subprocess.Popen(c, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            for c in commands
+        ]
+    except OSError as error:
+        raise Unavailable(f"{commands[0][0]} cannot be run: {error}") from error
+    words = [process.communicate()[1] for process in running]
+    for process, said in zip(running, words, strict=True):
+        if process.returncode:
+            errors = [line for line in said.splitlines() if "error" in line] or [f"exit code {process.returncode}"]
+            raise Unavailable(f"{commands[0][0]} could not compile the kernels: {errors[0]}")
 
 
 def _succeeds(command: list[str]) -> bool:

@@ -1,7 +1,8 @@
-"""SPOD's rows on the CPU by the compiled kernels: statistics, gradients, both at once; float32, bfloat16, float16."""
+"""SPOD's rows and SDPO's divergences on the CPU by the compiled kernels; float32, bfloat16, float16."""
 
 import ctypes
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,21 +120,69 @@ def _target(out: Tensor) -> Tensor:
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 
 
-def divergence(student: Tensor, teacher: Tensor, read: Tensor, kind: str, mixture: float) -> tuple[Tensor, Tensor]:
-    """The divergence of each row to `read` (N,) bool, (N,) float64, 0 elsewhere; and what its gradient asks for."""
-    known = torch.zeros(student.shape[0], 6, dtype=torch.float64)
-    _call(_rows(student), _rows(teacher), read, None, known, divergence=(kind, mixture, read, None))
-    return known[:, 0].clone(), known
+def divergence(
+    student: Tensor,
+    teacher: Tensor,
+    read: Tensor,
+    kind: str,
+    mixture: float,
+    top_k: int | None = None,
+    tail: bool = True,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The divergence of each row to `read` (N,) bool, (N,) float64, 0 elsewhere; and what its gradient asks for.
+
+    Over the full vocabulary, or the student's `top_k` largest entries with the rest as a `tail` bucket or left out.
+    """
+    count = student.shape[0]
+    if top_k is None:
+        known = (torch.zeros(count, 6, dtype=torch.float64),)
+    else:
+        known = (
+            torch.zeros(count, 4, dtype=torch.float64),
+            torch.empty(count, top_k, dtype=torch.int32),
+            torch.empty(count, top_k, dtype=torch.float64),
+        )
+    _call(_rows(student), _rows(teacher), read, None, known[0], divergence=_Divergence(kind, mixture, tail, known))
+    return known[0][:, 0].clone(), known
 
 
 def divergence_gradient(
-    student: Tensor, teacher: Tensor, read: Tensor, kind: str, mixture: float, known: Tensor, scale: Tensor
+    student: Tensor,
+    teacher: Tensor,
+    read: Tensor,
+    kind: str,
+    mixture: float,
+    known: tuple[Tensor, ...],
+    scale: Tensor,
+    tail: bool = True,
 ) -> Tensor:
     """d sum_i scale_i D_i / d student, (N, V) in its dtype; `scale` (N,) float64, `known` from `divergence`."""
     out = torch.empty(student.shape, dtype=student.dtype)
-    asked = (kind, mixture, read, scale.double().contiguous())
-    _call(_rows(student), _rows(teacher), read, out, known, divergence=asked)
+    asked = _Divergence(kind, mixture, tail, known, scale.double().contiguous())
+    _call(_rows(student), _rows(teacher), read, out, known[0], divergence=asked)
     return out
+
+
+class _Divergence(NamedTuple):
+    """What is asked of the rows: `known` is written, or read where there is a `scale`."""
+
+    kind: str
+    mixture: float
+    tail: bool
+    known: tuple[Tensor, ...]
+    scale: Tensor | None = None
+
+    def call(self, problem: _Problem, read: Tensor) -> None:
+        """Every row to `read` (N,) of `problem`."""
+        chosen = read.to(torch.uint8).contiguous()
+        scale = None if self.scale is None else self.scale.data_ptr()
+        pointers = (ctypes.c_void_p(x) for x in (chosen.data_ptr(), scale, *(x.data_ptr() for x in self.known)))
+        asked = (ctypes.byref(problem), ctypes.c_int32(KINDS.index(self.kind)), ctypes.c_double(self.mixture))
+        if len(self.known) == 1:
+            library().paritygate_divergence(*asked, *pointers)
+        else:
+            bounds = ctypes.c_int64(self.known[1].shape[1]), ctypes.c_int32(self.tail)
+            library().paritygate_truncated(*asked, *bounds, *pointers)
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -152,7 +201,7 @@ def _call(
     success: Tensor | None = None,
     weights: Tensor | None = None,
     coefficients: Tensor | None = None,
-    divergence: tuple[str, float, Tensor, Tensor | None] | None = None,
+    divergence: _Divergence | None = None,
     log_tau0: float = 0.0,
     floor_weight: float = 0.0,
 ) -> None:
@@ -179,14 +228,7 @@ def _call(
         gate.data_ptr(),
     )
     if divergence is not None:
-        kind, mixture, read, scale = divergence
-        chosen = read.to(torch.uint8).contiguous()
-        library().paritygate_divergence(
-            ctypes.byref(problem),
-            ctypes.c_int32(KINDS.index(kind)),
-            ctypes.c_double(mixture),
-            *(ctypes.c_void_p(None if x is None else x.data_ptr()) for x in (chosen, scale, rows)),
-        )
+        divergence.call(problem, actions)
     elif coefficients is None:
         library().paritygate_spod(ctypes.byref(problem))
     else:

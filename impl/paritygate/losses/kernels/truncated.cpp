@@ -1,0 +1,232 @@
+// SDPO at logit level over the student's k largest entries, the rest as one tail bucket or left out: values, gradients.
+// The k largest come from one reading against a threshold that rises; everything after is float64, as in divergence.cpp.
+#include "wide.hpp"
+
+#include <algorithm>
+
+static const double smallest = -std::expm1(-1e-7);  // the tail is never less, see TAIL_CAP of _divergence.py
+
+struct Entry {
+    float value;
+    int32_t at;
+};
+
+static bool before(const Entry& a, const Entry& b) { return a.value > b.value || (a.value == b.value && a.at < b.at); }
+
+static inline bool any(Int x) {
+    int64_t words[sizeof x / 8], all = 0;
+    std::memcpy(words, &x, sizeof x);
+    for (int64_t word : words) all |= word;
+    return all != 0;
+}
+
+// The k first of a row in the order of `before`; `usable` is false where the row holds NaN.
+template <class D>
+struct Largest {
+    typedef typename D::Storage T;
+    std::vector<Entry> found;
+    int64_t k;
+    float least = -INF;  // the k-th largest so far: what comes later and equals it comes too late
+    bool usable = true;
+
+    void prune() {
+        std::nth_element(found.begin(), found.begin() + (k - 1), found.end(), before);
+        found.resize(k);
+        least = found[k - 1].value;
+    }
+    void take(Vec v, int64_t at, int64_t count) {
+        float lanes[WIDTH];
+        std::memcpy(lanes, &v, sizeof v);
+        for (int64_t i = 0; i < count; i++) {
+            usable &= lanes[i] == lanes[i];
+            if ((int64_t)found.size() < k || lanes[i] > least) found.push_back({lanes[i], (int32_t)(at + i)});
+        }
+    }
+    Largest(const T* row, int64_t V, int64_t k) : k(k) {
+        const int64_t LOOK = 8 * WIDTH;
+        found.reserve(2 * k + 2 * LOOK);
+        for (int64_t start = 0; start < V && usable; start += LOOK) {
+            int64_t stop = start + LOOK < V ? start + LOOK : V;
+            bool full = (int64_t)found.size() >= k;
+            if (full && stop - start == LOOK) {
+                Int hit{};
+                for (int64_t j = start; j < stop; j += WIDTH) hit |= !(load<D>(row + j) <= least);  // NaN too
+                if (!any(hit)) continue;
+            }
+            for (int64_t j = start; j < stop; j += WIDTH) {
+                Vec v = load_upto<D>(row + j, stop - j);
+                if (!full || any(!(v <= least))) take(v, j, stop - j < WIDTH ? stop - j : WIDTH);
+            }
+            if (usable && (int64_t)found.size() >= (full ? 2 * k + LOOK : k)) prune();
+        }
+        if (!usable) return;
+        prune();
+        std::sort(found.begin(), found.end(), [](const Entry& a, const Entry& b) { return a.at < b.at; });
+    }
+};
+
+// a log(a / b) - a + b with d = log(a / b), whose sum over a row is its KL and has no negative terms; b where a is 0.
+static inline Wide excess(Wide a, Wide d, Wide b) {
+    Wide y = 1.0 - d * (1. / 7);
+    for (int i = 6; i > 2; i--) y = 1.0 - d * (1. / i) * y;
+    Wide usual = a * d - a + b, small = a * (d * d * 0.5) * y;
+    Wide term = (d < 0.02) & (d > -0.02) ? small : usual;
+    return a > 0.0 ? term : b;
+}
+
+template <class D>
+struct Truncated : WideRows<D> {
+    typedef typename D::Storage T;
+    using WideRows<D>::x;
+    int kind;
+    double mixture;  // the teacher's weight a in m = (1 - a) p + a q
+    int64_t k;
+    bool tail;
+    double* known;   // (N, 4): the divergence, the student's maximum and log sum, the slope of each entry left out over its p
+    int32_t* kept;   // (N, k): their indices, ascending
+    double* slopes;  // (N, k): and the gradient there
+
+    // The buckets of one side: logarithms of the k probabilities and of the tail, -inf up to a whole vector.
+    struct Side {
+        std::vector<double> log;
+        double maximum = 0, log_sum = 0, excess = 0;
+        bool capped = false;
+    };
+
+    void measure(int64_t i) const {
+        Largest<D> largest(this->student(i), x.vocabulary, k);
+        int32_t* at = kept + i * k;
+        double* slope = slopes + i * k;
+        if (!largest.usable) {
+            for (int64_t b = 0; b < k; b++) at[b] = (int32_t)b, slope[b] = NAN;
+            for (int c = 0; c < 4; c++) known[4 * i + c] = NAN;
+            return;
+        }
+        for (int64_t b = 0; b < k; b++) at[b] = largest.found[b].at;
+        Side p, q;
+        fill(p, this->student(i), at), fill(q, this->teacher(i), at);
+        double rest_p = 0, rest_q = 0;
+        if (tail) sum_rest(i, at, p.maximum, rest_p, q.maximum, rest_q);
+        normalise(p, rest_p), normalise(q, rest_q);
+        compare(p, q, known + 4 * i, slope);
+    }
+
+    void fill(Side& side, const T* row, const int32_t* at) const {
+        side.log.assign((k + 1 + LANES - 1) / LANES * LANES, -INFINITY);
+        side.maximum = -INFINITY;
+        for (int64_t b = 0; b < k; b++) {
+            double v = side.log[b] = load_one<D>(row + at[b]);
+            side.maximum = v > side.maximum ? v : side.maximum;
+        }
+    }
+
+    // Sums of exponentials over the entries that are not kept, each against its side's maximum over the whole row.
+    void sum_rest(int64_t i, const int32_t* at, double top_p, double& rest_p, double& top_q, double& rest_q) const {
+        Total of_q;
+        of_q.raise(top_q);
+        int64_t next = 0;
+        this->each_part(i, [&](int64_t start, int64_t count, double* p, double* q, double, double highest_q) {
+            for (; next < k && at[next] < start + count; next++) p[at[next] - start] = q[at[next] - start] = -INFINITY;
+            of_q.raise(highest_q);
+            double centre = of_q.maximum == -INFINITY ? 0 : of_q.maximum;
+            Wide sum_p{}, sum_q{};
+            for (int64_t j = 0; j < count; j += LANES)
+                sum_p += exp_wide(wide_at(p + j) - top_p), sum_q += exp_wide(wide_at(q + j) - centre);
+            rest_p += sum_of(sum_p), of_q.sum += sum_of(sum_q);
+        });
+        top_q = of_q.maximum, rest_q = of_q.sum;
+    }
+
+    void normalise(Side& side, double rest) const {
+        Wide kept_sum{};
+        for (size_t b = 0; b < side.log.size(); b += LANES) kept_sum += exp_wide(wide_at(&side.log[b]) - side.maximum);
+        double sum = sum_of(kept_sum) + rest;
+        side.log_sum = std::log(sum);
+        for (int64_t b = 0; b < k; b++) side.log[b] = side.log[b] - side.maximum - side.log_sum;
+        if (!tail) return;
+        rest /= sum;
+        side.capped = rest < smallest;
+        side.excess = side.capped ? smallest - rest : 0;
+        side.log[k] = std::log(side.capped ? smallest : rest);
+    }
+
+    // With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0.
+    void compare(const Side& p, const Side& q, double* row, double* slope) const {
+        Share of_teacher(kind == JSD ? mixture : 0.5), of_student(kind == JSD ? 1 - mixture : 0.5);
+        std::vector<double> weighted(p.log.size());
+        Wide whole{}, of_p{}, of_q{};
+        for (size_t b = 0; b < p.log.size(); b += LANES) {
+            Wide lp = wide_at(&p.log[b]), lq = wide_at(&q.log[b]), mp = exp_wide(lp), mq = exp_wide(lq), g;
+            if (kind == FORWARD_KL) {
+                whole += excess(mq, lq - lp, mp);
+                g = -mq;
+            } else if (kind == REVERSE_KL) {
+                whole += excess(mp, lp - lq, mq);
+                g = mp > 0.0 ? mp * (lp - lq + 1.0) : Wide{};
+            } else {
+                Wide mixed = (1 - mixture) * mp + mixture * mq, against = -of_teacher.log_mixed(lq - lp);
+                of_p += excess(mp, against, mixed), of_q += excess(mq, -of_student.log_mixed(lp - lq), mixed);
+                g = mp > 0.0 ? (1 - mixture) * mp * against : Wide{};
+            }
+            std::memcpy(&weighted[b], &g, sizeof g);
+        }
+        if (tail && p.capped) weighted[k] = 0;
+        double total = 0;
+        for (double w : weighted) total += w;
+        // Where the cap acts probabilities sum above 1, and the two excesses are part of the sum that defines the divergence.
+        double mixed = (1 - mixture) * p.excess + mixture * q.excess;
+        row[0] = kind == FORWARD_KL   ? sum_of(whole) + (q.excess - p.excess)
+                 : kind == REVERSE_KL ? sum_of(whole) + (p.excess - q.excess)
+                                      : (1 - mixture) * (sum_of(of_p) + (p.excess - mixed)) +
+                                            mixture * (sum_of(of_q) + (q.excess - mixed));
+        row[1] = p.maximum, row[2] = p.log_sum;
+        // Where the teacher excludes what the student may do the divergence is +inf and has no gradient.
+        double none = std::isfinite(total) ? 0 : NAN, of_tail = tail ? weighted[k] / std::exp(p.log[k]) - total : 0;
+        row[3] = of_tail + none;
+        for (int64_t b = 0; b < k; b++) slope[b] = weighted[b] - std::exp(p.log[b]) * total + none;
+        if (!(p.maximum + q.maximum + p.log_sum + q.log_sum < INFINITY)) row[0] = NAN;
+    }
+
+    void differentiate(int64_t i, double scale) const {
+        T* out = this->out(i);
+        const T* student = this->student(i);
+        const double *row = known + 4 * i, top = row[1], log_sum = row[2], outside = scale * row[3];
+        if (scale == 0 || (outside == 0 && !tail)) {
+            std::memset(out, 0, x.vocabulary * sizeof *out);
+        } else {
+            alignas(64) double wide[PART];
+            for (int64_t start = 0; start < x.vocabulary; start += PART) {
+                int64_t count = x.vocabulary - start < PART ? x.vocabulary - start : PART;
+                this->read(student + start, count, wide);
+                this->write(out + start, count, [&](int64_t j) -> Wide {
+                    return outside * exp_wide(wide_at(wide + j) - top - log_sum);
+                });
+            }
+        }
+        for (int64_t b = 0; scale != 0 && b < k; b++) store_one<D>(out + kept[i * k + b], scale * slopes[i * k + b]);
+    }
+
+    void run(const uint8_t* wanted, const double* scale) const {
+        this->each_row([&](int64_t i) {
+            if (scale)
+                differentiate(i, wanted[i] ? scale[i] : 0);
+            else if (wanted[i])
+                measure(i);
+        });
+    }
+};
+
+extern "C" {
+
+// Without `scale` what is known of the rows to read; with it the gradient of sum_i scale_i D_i.
+void paritygate_truncated(const Problem* x, int32_t kind, double mixture, int64_t k, int32_t tail, const uint8_t* read,
+                          const double* scale, double* known, int32_t* kept, double* slopes) {
+    if (x->out) expect_to_fill(x->out, x->rows * x->out_stride * (x->dtype == 0 ? sizeof(float) : sizeof(uint16_t)));
+    auto run = [&](auto dtype) {
+        Truncated<decltype(dtype)>{{*x}, kind, mixture, k, tail != 0, known, kept, slopes}.run(read, scale);
+    };
+    if (x->dtype == 0) run(Float32{});
+    if (x->dtype == 1) run(BFloat16{});
+    if (x->dtype == 2) run(Float16{});
+}
+}
