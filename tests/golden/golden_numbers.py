@@ -60,6 +60,14 @@ def inputs(file: str = "sdpo_losses_official") -> dict[str, np.ndarray]:
     }
 
 
+def sampled_gradient(weight: np.ndarray, file: str = "sdpo_losses_official") -> np.ndarray:
+    """d `-sum weight log p(token)` / d student logits (B, T, V), weights (B, T) held fixed."""
+    student = inputs(file)["student"]
+    onehot = np.zeros_like(student)
+    np.put_along_axis(onehot, np.array(golden(file)["inputs"]["completion_ids"], dtype=int)[..., None], 1.0, -1)
+    return weight[..., None] * (np.exp(log_softmax(student)) - onehot)
+
+
 def both(student: np.ndarray, teacher: np.ndarray, mask: np.ndarray, **options: Any) -> tuple[float, np.ndarray]:
     """Loss and gradient of the reference, after the implementation was found equal."""
     loss = reference.logit_loss(student, teacher, mask, **options)

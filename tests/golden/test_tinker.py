@@ -8,6 +8,7 @@ import pytest
 import torch
 from golden_numbers import golden
 
+from paritygate.backend import policy_gradient_datum
 from paritygate.losses import grpo, policy_gradient, sdpo
 from paritygate_reference import grpo as grpo_reference
 from paritygate_reference import policy_gradient as policy_gradient_reference
@@ -31,6 +32,9 @@ def test_group_mean(i: int) -> None:
 
 def test_step_rewards_and_final_reward_are_added_before_centring() -> None:
     case = golden("tinker_advantages")["step_plus_final"]
+    assert case["total"] == [
+        sum(steps) + final for steps, final in zip(case["step_rewards"], case["final"], strict=True)
+    ]
     np.testing.assert_allclose(case["advantages"], grpo_reference.group_mean_advantage(case["total"]), rtol=0, atol=0)
 
 
@@ -53,14 +57,45 @@ def test_importance_sampling(i: int) -> None:
     np.testing.assert_allclose(case["total_loss"], total, rtol=1e-12)
 
 
-def test_a_backend_that_divides_departs() -> None:
-    """One known backend divides each sequence by its number of positions: four here, so its loss is a quarter."""
-    datum = golden("tinker_importance_sampling")["cases"][0]["datums"][0]
-    ours = policy_gradient_reference.importance_sampling_loss(
-        datum["target_logprobs"], datum["sampling_logprobs"], datum["advantages"]
-    )
-    np.testing.assert_allclose(datum["alt_mean_all_positions"], ours / 4, rtol=1e-12)
+@pytest.mark.parametrize("i", [0, 1])
+def test_a_backend_that_divides_departs(i: int) -> None:
+    """One known backend divides each sequence by its number of positions; another choice would be that of actions."""
+    for datum in golden("tinker_importance_sampling")["cases"][i]["datums"]:
+        row = datum["target_logprobs"], datum["sampling_logprobs"], datum["advantages"]
+        ours = policy_gradient_reference.importance_sampling_loss(*row)
+        for key, count in (
+            ("alt_mean_all_positions", len(datum["mask"])),
+            ("alt_mean_action_tokens", sum(datum["mask"])),
+        ):
+            np.testing.assert_allclose(datum[key], ours / count, rtol=1e-12)
     assert "divides each sequence" in golden("tinker_importance_sampling")["backend_divergence"]
+
+
+def test_its_datums_are_ours() -> None:
+    """A turn whose prompt does not begin with all tokens so far starts another datum; no mask goes on the wire."""
+    case = golden("tinker_assemble")
+    made, owners = [], []
+    for number, turns in enumerate(case["trajectories"]):
+        tokens: list[int] = []
+        for turn in turns:
+            if not tokens or turn["ob"][: len(tokens)] != tokens:
+                tokens, mask, logprobs = [], [], []
+                made.append((tokens, mask, logprobs))
+                owners.append({"group_idx": 0, "traj_idx": number})
+            given = turn["ob"][len(tokens) :]
+            tokens += [*given, *turn["ac"]]
+            mask += [0] * len(given) + [1] * len(turn["ac"])
+            logprobs += [None] * len(given) + turn["logprobs"]
+    assert owners == case["metadata"]
+    for datum, (tokens, mask, logprobs), owner in zip(case["datums"], made, owners, strict=True):
+        advantage = case["advantages"][owner["traj_idx"]]
+        ours = policy_gradient_datum(tokens, mask, logprobs, [advantage] * len(tokens))
+        assert sorted(ours.inputs) == case["remove_mask_keys"]
+        assert list(ours.tokens[:-1]) == datum["model_input"]
+        assert mask[1:] == datum["mask"]["data"]
+        for name, sent in ours.to_tinker().loss_fn_inputs.items():
+            assert sent.to_numpy().tolist() == datum[name]["data"]
+            assert (f"torch.{sent.dtype}", list(sent.shape)) == (datum[name]["dtype"], datum[name]["shape"])
 
 
 def fake_teacher(targets: list[int], offset: int = 0) -> list[float]:
@@ -81,7 +116,9 @@ def test_its_on_policy_distillation_adds_the_token_advantage() -> None:
     """Without discount: advantage = group advantage + (teacher - student) * mask, as token_advantage says."""
     results = golden("tinker_distillation")["results"]
     plain = golden("tinker_assemble")["datums"]
-    for datum, before in zip(results["opd_incorporate_kl_penalty/discount=0.0"]["datums"], plain, strict=True):
+    result = results["opd_incorporate_kl_penalty/discount=0.0"]
+    assert result["nonzero_adv_on_masked"] == 0
+    for datum, before in zip(result["datums"], plain, strict=True):
         group = np.array(before["advantages"]["data"])
         np.testing.assert_allclose(datum["advantages"]["data"], group + advantages_of(datum), **FLOAT32)
 
@@ -90,6 +127,7 @@ def test_its_other_penalty_subtracts_the_mean() -> None:
     """`rl.metrics` adds (mean KL - KL) * mask: the same advantages less the batch's mean, a baseline of its own."""
     results = golden("tinker_distillation")["results"]
     plain = golden("tinker_assemble")["datums"]
+    assert results["rl_metrics_incorporate_kl_penalty/discount=0.0"]["nonzero_adv_on_masked"] == 0
     datums = results["rl_metrics_incorporate_kl_penalty/discount=0.0"]["datums"]
     ours = [advantages_of(datum) for datum in datums]
     tokens = sum(sum(datum["mask"]["data"]) for datum in datums)
@@ -99,12 +137,34 @@ def test_its_other_penalty_subtracts_the_mean() -> None:
         np.testing.assert_allclose(datum["advantages"]["data"], group + (row - mean) * mask, rtol=0, atol=1e-6)
 
 
-def test_its_discount_leaks_onto_positions_that_are_not_actions() -> None:
-    """With a discount of 0.9, fourteen positions that are no action carry an advantage: the wire masks nothing."""
-    leaked = golden("tinker_distillation")["results"]["opd_incorporate_kl_penalty/discount=0.9"]
+def discounted(row: np.ndarray, discount: float) -> np.ndarray:
+    """At each position the sum of what comes from there on, each step further counted `discount` times as much."""
+    total, sums = 0.0, np.zeros_like(row)
+    for t in range(len(row) - 1, -1, -1):
+        sums[t] = total = row[t] + discount * total
+    return sums
+
+
+@pytest.mark.parametrize("kind", ["opd", "rl_metrics"])
+def test_its_discount_leaks_onto_positions_that_are_not_actions(kind: str) -> None:
+    """With a discount of 0.9, fourteen positions that are no action carry an advantage: the wire masks nothing.
+
+    It is the discounted sum of what is to come, of the token advantages or (`rl_metrics`) those less their mean.
+    """
+    leaked = golden("tinker_distillation")["results"][f"{kind}_incorporate_kl_penalty/discount=0.9"]
     assert leaked["nonzero_adv_on_masked"] == 14
-    for datum in leaked["datums"]:
-        assert not advantages_of(datum)[np.array(datum["mask"]["data"]) == 0].any()
+    masks = [np.array(datum["mask"]["data"]) for datum in leaked["datums"]]
+    rows = [advantages_of(datum) for datum in leaked["datums"]]
+    baseline = sum(row.sum() for row in rows) / sum(mask.sum() for mask in masks) if kind == "rl_metrics" else 0.0
+    on_masked = 0
+    for datum, mask, row, before in zip(
+        leaked["datums"], masks, rows, golden("tinker_assemble")["datums"], strict=True
+    ):
+        assert not row[mask == 0].any()
+        group, theirs = np.array(before["advantages"]["data"]), np.array(datum["advantages"]["data"])
+        np.testing.assert_allclose(theirs, group + discounted((row - baseline) * mask, 0.9), rtol=0, atol=3e-7)
+        on_masked += np.count_nonzero(theirs[mask == 0])
+    assert on_masked == 14
 
 
 def test_its_self_distillation_is_the_token_advantage_on_the_teachers_context() -> None:
@@ -118,12 +178,13 @@ def test_its_self_distillation_is_the_token_advantage_on_the_teachers_context() 
 
 def test_an_older_commit_misaligned_the_second_turn() -> None:
     """At 9dfcc3a the teacher of a multi-turn datum was read two positions early from the second turn on."""
-    datum = golden("tinker_distillation")["results"]["sdft_advantages_commit_9dfcc3a_MULTITURN_MISALIGNED"]["datums"][1]
-    targets, student, mask = (datum[key]["data"] for key in ("target_tokens", "logprobs", "mask"))
-    ours = sdpo_reference.token_advantage(fake_teacher(targets, offset=2), student, mask)
-    off = np.abs(np.array(datum["advantages"]["data"]) - ours)
-    assert (off[:4] < 1e-6).all()
-    assert (off[6:] > 0.2).all()
+    results = golden("tinker_distillation")["results"]
+    for datum in results["sdft_advantages_commit_9dfcc3a_MULTITURN_MISALIGNED"]["datums"]:
+        targets, student, mask = (datum[key]["data"] for key in ("target_tokens", "logprobs", "mask"))
+        ours = sdpo_reference.token_advantage(fake_teacher(targets, offset=2), student, mask)
+        off = np.abs(np.array(datum["advantages"]["data"]) - ours)
+        assert (off[:4] < 1e-6).all()
+        assert (off[6:] > 0.2).all()
 
 
 def test_a_truncated_teacher_silences_its_turn() -> None:
@@ -132,19 +193,24 @@ def test_a_truncated_teacher_silences_its_turn() -> None:
     assert datum["advantages"]["data"][6:] == [0.0, 0.0]
 
 
-def test_its_top_k_weights_are_truncated_cross_entropy() -> None:
+@pytest.mark.parametrize("skip", [0, 3])
+def test_its_top_k_weights_are_truncated_cross_entropy(skip: int) -> None:
     """Its weights are the teacher's renormalised top k: our forward weights without `- p`, the gradient of no KL.
 
-    Only at K = V does the student's own term vanish."""
-    for datum in golden("tinker_distillation")["results"]["sdft_topk_datums_skip0"]["datums"]:
-        weights = np.array(datum["weights"]["data"])
-        read = weights.sum(1) > 0
-        teacher = torch.tensor([[-0.5, -1.2, -1.9]], dtype=torch.float64)
-        student = torch.tensor([[-1.0, -2.0, -1.5]], dtype=torch.float64)
-        ours = sdpo.cross_entropy_weights(student, teacher, divergence="forward_kl", tail=False).weights.numpy()
-        expected = np.broadcast_to(ours + torch.softmax(student, -1).numpy(), weights[read].shape)
-        np.testing.assert_allclose(weights[read], expected, rtol=0, atol=1e-6)
-        np.testing.assert_allclose(ours.sum(), 0.0, rtol=0, atol=1e-12)
+    Only at K = V does the student's own term vanish. The first `skip` action tokens of a sequence can be left out."""
+    teacher = torch.tensor([[-0.5, -1.2, -1.9]], dtype=torch.float64)
+    student = torch.tensor([[-1.0, -2.0, -1.5]], dtype=torch.float64)
+    ours = sdpo.cross_entropy_weights(student, teacher, divergence="forward_kl", tail=False).weights.numpy()
+    np.testing.assert_allclose(ours.sum(), 0.0, rtol=0, atol=1e-12)
+    expected = (ours + torch.softmax(student, -1).numpy())[0]
+    datums = golden("tinker_distillation")["results"][f"sdft_topk_datums_skip{skip}"]["datums"]
+    for datum, plain in zip(datums, golden("tinker_assemble")["datums"], strict=False):
+        mask = np.array(plain["mask"]["data"])
+        read = (mask == 1) & (mask.cumsum() > skip)
+        assert datum["model_input"] == plain["model_input"]
+        np.testing.assert_allclose(datum["weights"]["data"], np.outer(read, expected), rtol=0, atol=1e-6)
+        targets = [[token + j for j in range(3)] for token in plain["target_tokens"]["data"]]
+        assert datum["target_tokens"]["data"] == [row if r else [0, 0, 0] for row, r in zip(targets, read, strict=True)]
 
 
 def test_its_custom_reverse_kl_is_the_renormalised_reverse_kl() -> None:
