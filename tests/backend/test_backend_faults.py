@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from urllib.parse import urlsplit
 
@@ -135,3 +136,21 @@ def test_a_service_that_always_fails_one_route_is_given_up(tiny):
 
     with pytest.raises(ServiceDown, match="Sampling"):
         asyncio.run(main())
+
+
+def test_a_service_that_goes_away_in_a_session_is_left_within_ten_seconds(tiny):
+    """The failure of the call, and the end of both sessions, which the SDK alone would announce for many seconds."""
+
+    async def main():
+        flaky = Flaky(tiny.base_url, {})
+        async with contextlib.AsyncExitStack() as sessions:
+            async with flaky.serving() as address:
+                outer = await sessions.enter_async_context(connect(address, tiny.api_key))
+                inner = await sessions.enter_async_context(outer.session())
+                trainer = await inner.training(inner.models[0], rank=4, seed=0)
+            gone = time.monotonic()
+            with pytest.raises(ServiceDown, match=f"No healthy Tinker service at {address}"):
+                await trainer.forward_backward([cross_entropy_datum(TOKENS, [0, 1, 1, 1, 1, 1])], "cross_entropy")
+        return time.monotonic() - gone
+
+    assert asyncio.run(main()) < 10

@@ -244,6 +244,33 @@ def test_waiting_calls_fail_when_the_health_is_gone_and_only_then():
     assert tasks == 1
 
 
+def test_a_service_that_goes_away_in_the_middle_is_named_within_ten_seconds():
+    """Where connections are refused nothing listens any more; waiting out a minute of patience would help nobody."""
+
+    async def main():
+        async with service(reply("200 OK")) as address:
+            guard = Guard(address, KEY)
+            await guard.once("Sampling", lambda: asyncio.sleep(0.1))
+        started = time.monotonic()
+        with pytest.raises(ServiceDown, match=f"No healthy Tinker service at {address}"):
+            await guard.once("Sampling", lambda: asyncio.sleep(60))
+        await guard.close()
+        return time.monotonic() - started
+
+    assert asyncio.run(main()) < 10
+
+
+def test_a_service_that_answers_503_is_waited_for():
+    async def main():
+        async with service(reply("503 Service Unavailable")) as address:
+            guard = Guard(address, KEY, refused=0.0, interval=0.1)
+            alive = await guard.once("Sampling", lambda: asyncio.sleep(1.5, "alive"))
+            await guard.close()
+            return alive
+
+    assert asyncio.run(main()) == "alive"
+
+
 def test_the_end_of_the_servers_process_is_seen_at_once():
     started = time.monotonic()
     with pytest.raises(ServiceDown, match="killed"):

@@ -167,18 +167,19 @@ async def _session(guard: Guard, *, embedded: bool) -> AsyncGenerator[Backend]:
         raise
     finally:
         await guard.close()
-        await _close(service, status, seconds=10 if guard.process_ended() is None else 0.5)
+        await _close(service, guard, status)
 
 
 async def _close(
-    service: "tinker.ServiceClient", status: Literal["success", "errored", "interrupted"], *, seconds: float
+    service: "tinker.ServiceClient", guard: Guard, status: Literal["success", "errored", "interrupted"]
 ) -> None:
     try:
-        async with asyncio.timeout(seconds):
+        # The SDK would ask for many seconds; a service that is gone cannot be told that the session is over.
+        await probe(guard.base_url, guard.api_key, tries=1, seconds=2.0)
+        async with asyncio.timeout(10):
             await service.close(status)
     except Exception:
-        # A service that is gone cannot be told that the session is over; its connections are dropped with the process.
-        return
+        return  # its connections are dropped with the process
 
 
 def local_host(base_url: str) -> str | None:

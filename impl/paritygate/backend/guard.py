@@ -4,7 +4,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -19,7 +19,12 @@ PROBE_SECONDS = 4.0
 
 
 class ServiceDown(BackendError):  # noqa: N818 - the state of the service, as in "refused"
-    """The service itself is gone (no health, its process ended, no answer after retries): no request was refused."""
+    """The service itself is gone (no health, its process ended, no answer after retries): no request was refused.
+
+    nobody: whether the address refuses connections, which no busy or restarting gateway does: nothing listens there.
+    """
+
+    nobody = False
 
 
 async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float = PROBE_SECONDS) -> None:
@@ -28,7 +33,7 @@ async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float =
     A service that answers but refuses the key is a BackendError: it is there, and asking again does not help.
     """
     url = f"{base_url.rstrip('/')}/api/v1/healthz"
-    reason = ""
+    reason, nobody = "", False
     async with httpx.AsyncClient(timeout=seconds) as client:
         for attempt in range(tries):
             try:
@@ -37,7 +42,9 @@ async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float =
                     response = await client.get(url, headers={"X-API-Key": api_key})
             except Exception as error:  # of httpx, of what lies below it, or of an address that is none
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                nobody = any(isinstance(cause, ConnectionRefusedError) for cause in causes(error))
             else:
+                nobody = False
                 if response.status_code == 200:
                     return
                 if response.status_code in (401, 403):
@@ -45,14 +52,26 @@ async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float =
                 reason = f"HTTP status {response.status_code}"
             if attempt + 1 < tries:
                 await asyncio.sleep(0.5)
-    raise ServiceDown(f"No healthy Tinker service at {base_url} ({reason}); start one, or correct TINKER_BASE_URL.")
+    down = ServiceDown(f"No healthy Tinker service at {base_url} ({reason}); start one, or correct TINKER_BASE_URL.")
+    down.nobody = nobody
+    raise down
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception and everything that it was raised from, the members of groups too."""
+    yield error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else (error.__cause__ or error.__context__,)
+    for cause in inner:
+        if cause is not None:
+            yield from causes(cause)
 
 
 @dataclass
 class Guard:
     """Runs the SDK's calls: bounded retries where repeating is safe, and one watch over the service's health for all.
 
-    patience: seconds without health before every waiting call fails. limit: seconds that one call may take in all.
+    patience: seconds without health before every waiting call fails; `refused` of them where nobody listens any more.
+    limit: seconds that one call may take in all.
     tries, pause: how often a repeatable call is made, and the seconds before the second time, doubled for each after.
     process_ended: says why the embedded server's process is gone, or None while it runs.
     """
@@ -60,10 +79,11 @@ class Guard:
     base_url: str
     api_key: str
     patience: float = 60.0
+    refused: float = 4.0
     limit: float = 1800.0
     tries: int = 4
     pause: float = 0.25
-    interval: float = 5.0
+    interval: float = 3.0
     process_ended: Callable[[], str | None] = field(default=lambda: None)
     _waiting: int = 0
     _down: "asyncio.Future[None] | None" = None
@@ -145,11 +165,13 @@ class Guard:
             try:
                 await probe(self.base_url, self.api_key, tries=1)
                 healthy = time.monotonic()
+                next_probe = healthy + self.interval
             except BackendError as error:
-                if time.monotonic() - healthy > self.patience:
+                nobody = isinstance(error, ServiceDown) and error.nobody
+                if time.monotonic() - healthy > (min(self.refused, self.patience) if nobody else self.patience):
                     down.set_exception(error)
                     return
-            next_probe = time.monotonic() + self.interval
+                next_probe = time.monotonic() + min(self.interval, 1.0)
 
     def _failed(self, what: str, error: Exception) -> BackendError:
         text = " ".join(str(error).split()) or type(error).__name__
