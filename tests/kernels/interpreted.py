@@ -119,6 +119,48 @@ def test_divergences(
     assert (gradient[..., 135:] == 0).all()
 
 
+@DTYPES
+@pytest.mark.parametrize(("kind", "mixture"), [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.3)])
+@pytest.mark.parametrize(("k", "tail"), [(1, True), (40, True), (40, False), (140, True)])
+def test_truncated_divergences(
+    k: int, tail: bool, kind: str, mixture: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same loss on float64 logits by torch: ties over several blocks, -inf among the kept, a masked row."""
+    torch.manual_seed(0)
+    student = (torch.randn(2, 2, 140) * 2).to(dtype)
+    student[0, 1] = student[0, 1].round()
+    teacher, mask = torch.randn(2, 2, 140).to(dtype), torch.tensor([[True, True], [True, False]])
+    for side in (student, teacher):
+        side[0, :, 135:] = -torch.inf
+        side[1, 1, 3] = torch.nan
+    found = []
+    for precise in (True, False):
+        engine = None if precise else triton_divergence
+        monkeypatch.setattr(_divergence, "engine", lambda *_, engine=engine: engine)
+        leaf = (student.double() if precise else student.clone()).requires_grad_()
+        options = {"divergence": kind, "mixture": mixture, "top_k": k, "tail": tail, "validate": precise}
+        loss = sdpo.logit_loss(leaf, teacher.to(leaf.dtype), mask, **options)
+        found.append((float(loss.detach()), torch.autograd.grad(loss, leaf)[0].double()))
+    (exact, slope), (value, gradient) = found
+    assert value == pytest.approx(exact, rel=1e-6, abs=1e-12)
+    half = 5e-4 if dtype == torch.float16 else 3e-7
+    assert (gradient - slope).abs().max() <= half * slope.abs().max() + (2.0**-25 if dtype == torch.float16 else 1e-14)
+    assert (gradient[1, 1] == 0).all()
+
+
+def test_truncated_divergences_where_the_teacher_excludes_an_entry() -> None:
+    """+inf, and no gradient, where an entry kept is the teacher's -inf; in the tail it is an entry like any other."""
+    student, teacher = torch.linspace(3, -3, 140)[None], torch.linspace(-2, 2, 140)[None]
+    read, one = torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
+    teacher[0, 20] = -torch.inf
+    for k, tail in ((10, True), (10, False), (30, True), (30, False)):
+        values, known = triton_divergence.divergence(student, teacher, read, "reverse_kl", 0.5, k, tail)
+        gradient = triton_divergence.divergence_gradient(student, teacher, read, "reverse_kl", 0.5, known, one, tail)
+        assert bool(torch.isfinite(values[0])) is (k == 10)
+        assert bool(torch.isfinite(gradient).all()) is (k == 10)
+        assert bool(gradient.isnan().all()) is (k == 30)
+
+
 def test_divergences_where_a_side_excludes_an_entry() -> None:
     read = torch.ones(1, dtype=torch.bool)
     table = {"forward_kl": (True, False), "reverse_kl": (False, True), "jsd": (True, True)}  # teacher, student is -inf

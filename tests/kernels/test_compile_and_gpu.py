@@ -8,7 +8,7 @@ from kernel_batches import batch
 from test_rows import HALF_ULP, RAGGED, holds
 from torch import Tensor
 
-from paritygate.losses import spod
+from paritygate.losses import sdpo, spod
 
 DTYPES = pytest.mark.parametrize("dtype", HALF_ULP, ids=str)
 
@@ -59,6 +59,24 @@ def test_rows_on_the_device(vocabulary: int, noise: float, dtype: torch.dtype, d
         own = there["student_logits"].clone()
         spod.success_preserving_loss_and_grad(**{**there, "student_logits": own}, out=own)
         assert torch.equal(own, gradient)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize(("k", "tail"), [(None, True), (1, True), (100, True), (100, False), (3000, True)])
+def test_divergences_on_the_device(k: int | None, tail: bool, kind: str, dtype: torch.dtype, device: str) -> None:
+    """Against the same loss of float64 logits on the CPU, with ties."""
+    torch.manual_seed(0)
+    student, teacher = ((torch.randn(2, 4, 3000) * 8).round().div(4).to(dtype) for _ in range(2))
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    options = {"divergence": kind, "top_k": k, "tail": tail}
+    exact = sdpo.logit_loss(student.double(), teacher.double(), mask, **options)
+    slope = sdpo.logit_loss_grad(student.double(), teacher.double(), mask, **options)
+    there = (student.to(device), teacher.to(device), mask.to(device))
+    assert float(sdpo.logit_loss(*there, **options)) == pytest.approx(float(exact), rel=1e-6, abs=1e-12)
+    gradient = sdpo.logit_loss_grad(*there, **options).cpu().double()
+    assert (gradient - slope).abs().max() <= HALF_ULP[dtype] * slope.abs().max() + 2.0**-25
 
 
 @pytest.mark.gpu

@@ -273,8 +273,8 @@ LOGITS = (
         "a truncated top k treated as a KL (verl #7856): neither tail nor renormalised",
         "sdpo/logit_loss",
         DIVERGENCE,
-        "return _Buckets(log_softmax(logits.gather(1, kept)), 0.0, None)",
-        "return _Buckets(log_p.gather(1, kept), 0.0, None)",
+        "return Buckets(log_softmax(logits.gather(1, kept)), 0.0, None)",
+        "return Buckets(log_p.gather(1, kept), 0.0, None)",
     ),
     one(
         "clamp-kills-gradient",

@@ -71,28 +71,40 @@ def _block(student: Tensor, teacher: Tensor, read: Tensor, start: int, stop: int
     )
 
 
-class _Buckets(NamedTuple):
+class Buckets(NamedTuple):
+    """One side of each row over the entries kept and, last, their tail."""
+
     log: Tensor  # (n, K) log-probabilities, the tail last where there is one
     excess: Tensor | float  # (n,) how far the probabilities sum above 1: not 0 only where the cap acts
     capped: Tensor | None  # (n,)
 
 
-def _buckets(logits: Tensor, log_p: Tensor, kept: Tensor | None, tail: bool) -> _Buckets:
+def _buckets(logits: Tensor, log_p: Tensor, kept: Tensor | None, tail: bool) -> Buckets:
     if kept is None:
-        return _Buckets(log_p, 0.0, None)
+        return Buckets(log_p, 0.0, None)
     if not tail:
-        return _Buckets(log_softmax(logits.gather(1, kept)), 0.0, None)
+        return Buckets(log_softmax(logits.gather(1, kept)), 0.0, None)
     selected = log_p.gather(1, kept)
     rest = log_p.exp().scatter(1, kept, 0.0).sum(-1)  # summed, not 1 - the kept: a small tail keeps its digits
+    return with_tail(selected, rest)
+
+
+def with_tail(selected: Tensor, rest: Tensor) -> Buckets:
+    """Log-probabilities (n, k) and the probability of everything else (n,), which is capped."""
     capped = rest < SMALLEST_TAIL
     log_tail = rest.clamp(min=SMALLEST_TAIL).log()
     excess = torch.where(capped, SMALLEST_TAIL - rest, 0.0)
-    return _Buckets(torch.cat([selected, log_tail[:, None]], dim=1), excess, capped)
+    return Buckets(torch.cat([selected, log_tail[:, None]], dim=1), excess, capped)
 
 
 def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
     kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
     p, q = (_buckets(logits, log_softmax(logits), kept, options.tail) for logits in (student, teacher))
+    return divergence_of(p, q, options)
+
+
+def divergence_of(p: Buckets, q: Buckets, options: Options) -> Tensor:
+    """The divergence of each row (n,) from its buckets."""
     if options.divergence == "forward_kl":
         return kl_divergence(q.log, p.log) + (q.excess - p.excess)
     if options.divergence == "reverse_kl":
@@ -111,10 +123,7 @@ def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
     log_p = log_softmax(student)
     p = _buckets(student, log_p, kept, options.tail)
     q = _buckets(teacher, log_softmax(teacher), kept, options.tail)
-    weighted = _bucket_gradients(p.log, q.log, options)
-    if p.capped is not None:
-        weighted = torch.cat([weighted[:, :-1], torch.where(p.capped[:, None], 0.0, weighted[:, -1:])], dim=1)
-    total = weighted.sum(-1, keepdim=True)
+    weighted, total = bucket_slopes(p, q, options)
     if kept is None:
         gradient = weighted - p.log.exp() * total
     elif not options.tail:
@@ -126,6 +135,14 @@ def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
         gradient = log_p.exp() * (torch.where(outside, of_tail, 0.0) - total)
         gradient = gradient.scatter_add(1, kept, weighted[:, :-1])
     return torch.where(torch.isfinite(total), gradient, torch.nan)
+
+
+def bucket_slopes(p: Buckets, q: Buckets, options: Options) -> tuple[Tensor, Tensor]:
+    """`p_b g_b` of each bucket (n, K), 0 for a capped tail, and their sum (n, 1)."""
+    weighted = _bucket_gradients(p.log, q.log, options)
+    if p.capped is not None:
+        weighted = torch.cat([weighted[:, :-1], torch.where(p.capped[:, None], 0.0, weighted[:, -1:])], dim=1)
+    return weighted, weighted.sum(-1, keepdim=True)
 
 
 def _bucket_gradients(log_p: Tensor, log_q: Tensor, options: Options) -> Tensor:

@@ -1,4 +1,4 @@
-"""SDPO's divergences of whole distributions on a GPU by Triton, in float64, by the formulas of divergence.cpp."""
+"""SDPO's divergences on a GPU by Triton, in float64, by the formulas of divergence.cpp and truncated.cpp."""
 # pyright: basic, reportArgumentType=false
 
 import math
@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._distributions import log_softmax
+from .._divergence import Buckets, Options, bucket_slopes, divergence_of, with_tail
 from .cpu import KINDS
 from .triton_rows import serves as serves  # noqa: PLC0414 - the same logits as SPOD's rows
 
@@ -119,8 +121,76 @@ def divergence_gradient_kernel(
         tl.store(out, (scale * slope).to(tl.float32).to(kind), mask=at < V)
 
 
-def divergence(student: Tensor, teacher: Tensor, read: Tensor, kind: str, mixture: float) -> tuple[Tensor, Tensor]:
-    """The divergence of each row to `read` (N,) bool, (N,) float64, 0 elsewhere; and what its gradient asks for."""
+@triton.jit
+def truncated_kernel(
+    p_ptr, q_ptr, read_ptr, least_ptr, room_ptr, known_ptr, kept_ptr, p_stride, q_stride, V, K, WIDE: tl.constexpr
+):
+    """One program a row: which entries are kept (above `least`, and the first `room` that equal it), and both sums.
+
+    Of each side its maximum, log sum and the share of what is not kept; the indices that are, ascending.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(read_ptr + row) != 0:
+        least, room = tl.load(least_ptr + row), tl.load(room_ptr + row)
+        nothing, zero = tl.full((), -INF, tl.float64), tl.full((), 0.0, tl.float64)
+        pm, qm, ps, qs, p_rest, q_rest = nothing, nothing, zero, zero, zero, zero
+        level_before, kept_before = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+        for start in range(0, V, WIDE):
+            at = start + tl.arange(0, WIDE)
+            x, y = _row(p_ptr, row, p_stride, at, V), _row(q_ptr, row, q_stride, at, V)
+            level = ((x == least) & (at < V)).to(tl.int32)
+            keep = (x > least) | ((level == 1) & (level_before + tl.cumsum(level, axis=0) <= room))
+            slot = kept_before + tl.cumsum(keep.to(tl.int32), axis=0) - 1
+            tl.store(kept_ptr + row * K + slot, at.to(tl.int64), mask=keep & (slot < K))
+            level_before += tl.sum(level, axis=0)
+            kept_before += tl.sum(keep.to(tl.int32), axis=0)
+            top_p, top_q = tl.maximum(pm, tl.max(x, axis=0)), tl.maximum(qm, tl.max(y, axis=0))
+            of_p, of_q = _shrink(pm, top_p), _shrink(qm, top_q)
+            pm, qm = top_p, top_q
+            ep, eq = tl.exp(x - _finite(pm)), tl.exp(y - _finite(qm))
+            ps, qs = ps * of_p + tl.sum(ep, axis=0), qs * of_q + tl.sum(eq, axis=0)
+            p_rest = p_rest * of_p + tl.sum(tl.where(keep, 0.0, ep), axis=0)
+            q_rest = q_rest * of_q + tl.sum(tl.where(keep, 0.0, eq), axis=0)
+        known = known_ptr + row * 6
+        tl.store(known, pm)
+        tl.store(known + 1, tl.log(ps))
+        tl.store(known + 2, qm)
+        tl.store(known + 3, tl.log(qs))
+        tl.store(known + 4, p_rest / ps)
+        tl.store(known + 5, q_rest / qs)
+
+
+@triton.jit
+def truncated_gradient_kernel(p_ptr, out_ptr, known_ptr, scale_ptr, p_stride, V, blocks, WIDE: tl.constexpr):
+    """One program a block of a row: the gradient of the entries that are not kept, a multiple of their probability."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks) * WIDE + tl.arange(0, WIDE)
+    out = out_ptr + row * V + at
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    known = known_ptr + row * 4
+    scale, slope = tl.load(scale_ptr + row), tl.load(known + 3)
+    if (scale == 0.0) | (slope == 0.0):
+        tl.store(out, tl.zeros((WIDE,), kind), mask=at < V)
+    else:
+        lp = _row(p_ptr, row, p_stride, at, V) - tl.load(known + 1) - tl.load(known + 2)
+        tl.store(out, (scale * slope * tl.exp(lp)).to(tl.float32).to(kind), mask=at < V)
+
+
+def divergence(
+    student: Tensor,
+    teacher: Tensor,
+    read: Tensor,
+    kind: str,
+    mixture: float,
+    top_k: int | None = None,
+    tail: bool = True,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The divergence of each row to `read` (N,) bool, (N,) float64, 0 elsewhere; and what its gradient asks for.
+
+    Over the full vocabulary, or the student's `top_k` largest entries with the rest as a `tail` bucket or left out.
+    """
+    if top_k is not None:
+        return _truncated(student, teacher, read, Options(kind, mixture, top_k, tail))
     student, teacher = _rows(student), _rows(teacher)
     count, vocabulary = student.shape
     known = torch.zeros(count, 6, dtype=torch.float64, device=student.device)
@@ -129,20 +199,67 @@ def divergence(student: Tensor, teacher: Tensor, read: Tensor, kind: str, mixtur
             student, teacher, read.to(torch.uint8).contiguous(), known, _share(mixture, student), student.stride(0),
             teacher.stride(0), vocabulary, KIND=KINDS.index(kind), WIDE=BLOCK, **OPTIONS,
         )  # fmt: skip
-    return known[:, 0].clone(), known
+    return known[:, 0].clone(), (known,)
+
+
+def _truncated(student: Tensor, teacher: Tensor, read: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """torch finds the k-th largest of each row, the kernel all else; the buckets, few as they are, are torch's again."""
+    student, teacher = _rows(student), _rows(teacher)
+    count, vocabulary = student.shape
+    assert options.top_k is not None
+    best = student.topk(options.top_k, dim=-1).values
+    least, room = best[:, -1].double(), (best == best[:, -1:]).sum(-1, dtype=torch.int32)
+    sums = torch.zeros(count, 6, dtype=torch.float64, device=student.device)
+    kept = torch.zeros(count, options.top_k, dtype=torch.int64, device=student.device)
+    if count:
+        truncated_kernel[(count,)](
+            student, teacher, read.to(torch.uint8).contiguous(), least, room, sums, kept, student.stride(0),
+            teacher.stride(0), vocabulary, options.top_k, WIDE=BLOCK, **OPTIONS,
+        )  # fmt: skip
+    sides: list[Buckets] = []
+    for i, logits in enumerate((student, teacher)):
+        chosen = logits.gather(1, kept).double()
+        if options.tail:
+            sides.append(with_tail(chosen - sums[:, 2 * i, None] - sums[:, 2 * i + 1, None], sums[:, 4 + i]))
+        else:
+            sides.append(Buckets(log_softmax(chosen), 0.0, None))
+    p, q = sides
+    values = torch.where(read, divergence_of(p, q, options), 0.0)
+    weighted, total = bucket_slopes(p, q, options)
+    total = torch.where(torch.isfinite(total), total, torch.nan)
+    slopes = weighted - p.log.exp() * total
+    outside = 0.0 * total[:, 0]
+    if options.tail:
+        outside = weighted[:, -1] / p.log[:, -1].exp() - total[:, 0]
+        slopes = slopes[:, :-1]
+    return values, (torch.stack([values, sums[:, 0], sums[:, 1], outside], dim=1), kept, slopes)
 
 
 def divergence_gradient(
-    student: Tensor, teacher: Tensor, read: Tensor, kind: str, mixture: float, known: Tensor, scale: Tensor
+    student: Tensor,
+    teacher: Tensor,
+    read: Tensor,
+    kind: str,
+    mixture: float,
+    known: tuple[Tensor, ...],
+    scale: Tensor,
+    tail: bool = True,
 ) -> Tensor:
     """d sum_i scale_i D_i / d student, (N, V) in its dtype; `scale` (N,) float64, `known` from `divergence`."""
     count, vocabulary = student.shape
     out = torch.empty(student.shape, dtype=student.dtype, device=student.device)
     blocks = triton.cdiv(vocabulary, BLOCK)
-    student, teacher = _rows(student), _rows(teacher)
-    if count:
+    student, teacher, scale = _rows(student), _rows(teacher), torch.where(read, scale.double(), 0.0)
+    if count and len(known) > 1:
+        rows, kept, slopes = known
+        truncated_gradient_kernel[(count * blocks,)](
+            student, out, rows, scale, student.stride(0), vocabulary, blocks, WIDE=BLOCK, **OPTIONS
+        )
+        inside = torch.where(scale[:, None] == 0, 0.0, scale[:, None] * slopes)
+        out.scatter_(1, kept, inside.to(torch.float32).to(out.dtype))
+    elif count:
         divergence_gradient_kernel[(count * blocks,)](
-            student, teacher, out, known, torch.where(read, scale.double(), 0.0), _share(mixture, student),
+            student, teacher, out, known[0], scale, _share(mixture, student),
             student.stride(0), teacher.stride(0), vocabulary, blocks, KIND=KINDS.index(kind), WIDE=BLOCK, **OPTIONS,
         )  # fmt: skip
     return out
