@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from paritygate.losses import averaging, policy_gradient, sdpo, spod
+from paritygate.losses import averaging, grpo, policy_gradient, sdpo, spod
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -98,7 +98,97 @@ def test_importance_sampling() -> None:
 def test_three_level_mean() -> None:
     index = torch.tensor([0, 0, 1, 2, 2, 2])
     values = normal(6).requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: averaging.three_level_mean(v, index, torch.tensor([0, 0, 1])), values)
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return averaging.three_level_mean(values, index, torch.tensor([0, 0, 1]))
+
+    assert torch.autograd.gradcheck(mean, values)
+    assert torch.autograd.gradgradcheck(mean, values)
+
+
+@pytest.mark.parametrize("tau0", [1.0, 1e-9])
+def test_padded_spod(tau0: float) -> None:
+    mask = torch.tensor([[[1, 1, 0], [0, 0, 0]], [[0, 1, 1], [1, 0, 0]]])
+    teacher, actions = normal(2, 2, 3, 4, seed=3), torch.tensor([0, 1, 2] * 4).view(2, 2, 3)
+
+    def loss(student: torch.Tensor) -> torch.Tensor:
+        return spod.success_preserving_loss_padded(
+            student, teacher, actions, mask, torch.tensor([True, False]), tau0=tau0, floor_weight=0.7
+        ).loss
+
+    student = normal(2, 2, 3, 4, seed=4).requires_grad_()
+    assert torch.autograd.gradcheck(loss, student)
+    assert torch.autograd.gradgradcheck(loss, student)
+
+
+@pytest.mark.parametrize(("success", "tau0"), list(itertools.product([True, False], [1.0, 1e-9])))
+def test_fused_spod(success: bool, tau0: float) -> None:
+    """It hands its gradients over once, so they are set beside differences of its own loss."""
+    index, actions, episodes = (
+        torch.tensor([0, 0, 1, 2, 2, 2]),
+        torch.tensor([0, 1, 2, 3, 4, 0]),
+        torch.tensor([0, 0, 1]),
+    )
+    teacher = normal(6, 3, seed=1), normal(5, 3, seed=2)
+    leaves = [normal(6, 3, seed=3).requires_grad_(), normal(5, 3, seed=4).requires_grad_()]
+
+    def loss(*student: torch.Tensor) -> torch.Tensor:
+        return spod.fused_linear_success_preserving_loss(
+            *student, *teacher, actions, index, episodes, torch.tensor([success] * 2), tau0=tau0, floor_weight=0.7
+        ).loss
+
+    gradients = torch.autograd.grad(loss(*leaves), leaves)
+    for which, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+        for at in itertools.product(*map(range, leaf.shape)):
+            values = []
+            for step in (1e-5, -1e-5):
+                moved = [x.detach().clone() for x in leaves]
+                moved[which][at] += step
+                values.append(loss(*moved).item())
+            assert gradient[at].item() == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-6, abs=1e-9)
+
+
+def test_advantages_are_constants() -> None:
+    """No gradient flows through what an advantage, a teacher or a weight was made of."""
+    teacher, student, mask = -normal(3, 4).abs(), -normal(3, 4, seed=1).abs(), torch.ones(3, 4)
+    leaves = [teacher.requires_grad_(), student.requires_grad_()]
+    rows = [x.log_softmax(-1) for x in leaves]
+    made = [
+        grpo.group_mean_advantage(leaves[0]),
+        sdpo.token_advantage(*leaves, mask),
+        sdpo.sequence_advantage(*leaves, mask),
+        sdpo.hybrid_advantage(*leaves, 0.9),
+        sdpo.ema(*leaves, 0.3),
+        sdpo.trust_region(*leaves, 0.3),
+        sdpo.frozen_initial(*leaves),
+        sdpo.current(*leaves),
+        *(sdpo.cross_entropy_weights(*rows, divergence=kind).weights for kind in sdpo.DIVERGENCES),
+    ]
+    assert not any(x.requires_grad for x in made)
+    index = torch.tensor([0, 0, 1])
+    weights = spod.success_preserving_weights(
+        *rows, rows[0][:, 0], rows[1][:, 0], index, torch.tensor([0, 0]), torch.tensor([True])
+    )
+    assert not any(x.requires_grad for x in weights)
+
+
+def test_a_teacher_is_another_tensor_than_what_it_was_made_of() -> None:
+    """An optimiser that writes to the student in place does not move the teacher, at either end of the rate too."""
+    initial, student = normal(2, 3), normal(2, 3, seed=1)
+    for make in (
+        sdpo.frozen_initial,
+        sdpo.current,
+        *(lambda a, b, r=r: sdpo.ema(a, b, r) for r in (0.0, 0.3, 1.0)),
+        *(lambda a, b, r=r: sdpo.trust_region(a, b, r) for r in (0.0, 0.3, 1.0)),
+    ):
+        pair = initial.clone(), student.clone()
+        teacher = make(*pair)
+        before = teacher.clone()
+        assert torch.equal(pair[0], initial)
+        assert torch.equal(pair[1], student)
+        for x in pair:
+            x.fill_(7.0)
+        assert torch.equal(teacher, before)
 
 
 def test_the_micro_batch_of_a_step_accumulates() -> None:
