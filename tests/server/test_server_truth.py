@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from counts import soak
+from paritygate.server import models
 from paritygate.server.attention import PlainAttention
 from paritygate.server.engine import Engine
 from paritygate.server.jobs import SampleJob, SampleResult
 from paritygate.server.limits import Limits, RequestError
 from paritygate.server.lora import BASE, Adapter, LoraSpec, Snapshot
 from paritygate.server.losses import LossInputs
+from paritygate.server.network import Network
+from paritygate.server.products import available, serves
 from paritygate.server.sampling import SamplingParams
 from paritygate.server.scoring import Scoring
 from paritygate.server.training import AdamParams, Datum, Packing, Pass, adam_step
@@ -277,6 +280,38 @@ def test_the_same_seed_gives_the_same_bits_in_any_company(network: Any, engine: 
     assert run(order, together=True) == alone
 
 
+@pytest.mark.skipif(not available(), reason="no compiler here: the bits are promised at one thread")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_move_no_bit(dtype: torch.dtype) -> None:
+    """Samples, their logprobs, scores, and what training makes of an adapter are those of one thread."""
+    network = Network(models.resolve("tiny").folder, dtype)
+    if not serves(dtype):
+        pytest.skip("this machine multiplies bfloat16 by torch")
+
+    def everything(threads: int) -> list[Any]:
+        engine = Engine(network, Limits(prefill_tokens=48, rows=9), None, threads)
+        engine.start()
+        adapter = moved_adapter(network)
+        for step in range(2):
+            data = [random_datum(random.Random(10 * step + n), n, 480) for n in (70, 20, 130)]
+            work = Pass(network, adapter, data, "cross_entropy", {}, forward_only=False)
+            engine.run(work.steps(150), lambda: None).result(60)
+            engine.run(iter(()), lambda: adam_step(adapter, AdamParams(0.01))).result(60)
+        snapshot = adapter.freeze("v", dtype)
+        jobs = [
+            job([(7 * i + j) % 480 for j in range(5 + 31 * (i % 4))], (BASE, snapshot)[i % 2], i, samples=1 + i % 2)
+            for i in range(8)
+        ]
+        results = sample(engine, jobs)
+        engine.stop()
+        weights = [p.detach().tolist() for _, p in adapter.parameters()]
+        return [[(r.samples, r.scores) for r in results], weights]
+
+    one = everything(1)
+    assert everything(2) == one
+    assert everything(3) == one
+
+
 def test_snapshots_do_not_move_when_training_goes_on(network: Any, engine: Engine) -> None:
     adapter = moved_adapter(network)
     snapshot = adapter.freeze("frozen", torch.float32)
@@ -302,7 +337,7 @@ def test_samples_follow_the_distribution(network: Any, engine: Engine) -> None:
     prompt = [3, 9, 27]
     with torch.no_grad(), network.routed([], PlainAttention(0, [16])):
         hidden = network.forward(torch.tensor(prompt + [0] * 13), torch.arange(16))
-        probabilities = torch.softmax(network.head(hidden, [])[2].double(), -1)
+        probabilities = torch.softmax(network.head(hidden, BASE)[0][2].double(), -1)
     jobs = [job(prompt, BASE, seed=s, tokens=1, samples=100) for s in range(n // 100)]
     counts = torch.zeros(480)
     for result in sample(engine, jobs):

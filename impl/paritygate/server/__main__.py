@@ -9,6 +9,11 @@ import threading
 from paritygate.errors import ParityGateError
 from paritygate.server.running import DTYPES, start
 
+THREADS = (
+    "CPU threads for the model (default 1). Results keep their bits at any number where a C++ compiler is at hand; "
+    "without one they are promised at 1 only"
+)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, serve, return the exit code (0 after SIGINT or SIGTERM)."""
@@ -17,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="0, the default, takes a free one")
     parser.add_argument("--api-key", help="must start with tml-; the default is a fresh random one")
     parser.add_argument("--state", metavar="DIR", help="where saved states live (default: gone with the server)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads for the model (default 1)")
+    parser.add_argument("--threads", type=int, default=1, help=THREADS)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the frozen weights (default float32)")
     args = parser.parse_args(argv)
     stopped = threading.Event()

@@ -1,8 +1,8 @@
-"""Causal attention in blocks of keys, the same bits whether a token is decoded, prefilled, scored or trained on.
+"""Causal attention, the same bits whether a token is decoded, prefilled, scored or trained on.
 
-A query at position p attends to the first ceil((p + 1) / BLOCK) * BLOCK keys, those after p masked. So the shapes of
-its two products depend on p only, and a product of `stable_rows` rows or more gives each row the same bits however
-many rows there are (design/030).
+The compiled kernel has them by construction (products.py). Without it, a query at position p attends to the first
+ceil((p + 1) / BLOCK) * BLOCK keys, those after p masked: so the shapes of its two products depend on p only, and a
+product of `stable_rows` rows or more gives each row the same bits however many rows there are (design/030).
 """
 
 import functools
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paritygate.server import products
 from paritygate.server.cache import ROOM, Sequence
 
 BLOCK = ROOM
@@ -30,8 +31,28 @@ class Span:
     count: int
 
 
+def cached(spans: list[Span], rows: int) -> "CachedAttention | BlockAttention":
+    """Attention of `rows` packed rows that appends to each sequence's keys and values, then attends to all of them."""
+    compiled = products.attends(spans[0].sequence.shape.head_dim)
+    return CachedAttention(spans) if compiled else BlockAttention(spans, rows)
+
+
 class CachedAttention:
-    """Attention that appends to each sequence's keys and values, then attends to all of them; no gradient."""
+    """By the compiled kernel; no gradient."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        self.table = products.spans(
+            (kv[0, 0].data_ptr(), kv[0, 1].data_ptr(), kv.stride(2), kv.stride(0), span.row, span.start, span.count)
+            for span in spans
+            for kv in [span.sequence.kv]
+        )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return products.attend(q, self.table, k.shape[0], scale, layer=layer, fresh=(k, v))
+
+
+class BlockAttention:
+    """By torch, block by block; no gradient."""
 
     def __init__(self, spans: list[Span], rows: int) -> None:
         self.longer = [span for span in spans if span.count > 1]
@@ -41,12 +62,11 @@ class CachedAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         q = q * scale
-        fresh = torch.stack([k, v]).permute(2, 0, 1, 3)  # (T, 2, K, D), the cache's own order
+        fresh = torch.stack([k, v])
         out = torch.zeros_like(q)
         for span in self.longer:
-            cache = span.sequence.kv[layer]
-            cache[span.start : span.start + span.count] = fresh[span.row : span.row + span.count]
-            keys, values = cache[:, 0].transpose(0, 1), cache[:, 1].transpose(0, 1)
+            keys, values = cache = span.sequence.kv[layer]
+            cache[:, :, span.start : span.start + span.count] = fresh[:, :, span.row : span.row + span.count]
             for position, count in blocks(span.start, span.count):
                 row = span.row + position - span.start
                 weights = block_weights(q[:, row : row + count], keys, position)
@@ -58,11 +78,11 @@ class CachedAttention:
     def _attend_single(self, layer: int, q: Tensor, fresh: Tensor) -> Tensor:
         """The same products for rows of one token, in as few calls as can be: the inner loop of decoding."""
         heads, _, dim = q.shape
-        kv_heads = fresh.shape[2]
+        kv_heads = fresh.shape[1]
         group = heads // kv_heads
         padded = q.new_zeros(self.rows, kv_heads, max(group, stable_rows(dim)), dim)
         padded[:, :, :group] = q.view(kv_heads, group, -1, dim).permute(2, 0, 1, 3)
-        queries, entries = padded.unbind(0), fresh.unbind(0)
+        queries, entries = padded.unbind(0), fresh.unbind(2)
         mixed: list[Tensor] = []
         for single in self.single:
             single.slots[layer].copy_(entries[single.row])
@@ -78,9 +98,9 @@ class _Single:
         self.row = span.row
         self.mask = row_mask(span.start)
         kv, end = span.sequence.kv, self.mask.shape[-1]
-        self.slots = kv[:, span.start].unbind(0)
-        self.keys = kv[:, :end, 0].permute(0, 2, 3, 1).unbind(0)
-        self.values = kv[:, :end, 1].transpose(1, 2).unbind(0)
+        self.slots = kv[:, :, :, span.start].unbind(0)
+        self.keys = kv[:, 0, :, :end].transpose(2, 3).unbind(0)
+        self.values = kv[:, 1, :, :end].unbind(0)
 
 
 class PlainAttention:
@@ -110,6 +130,9 @@ class _Causal(torch.autograd.Function):
         keys, values = _whole_blocks(k), _whole_blocks(v)
         ctx.save_for_backward(q, keys, values)
         ctx.start = start
+        if products.attends(q.shape[2]):
+            address = (keys.data_ptr(), values.data_ptr(), keys.stride(0), 0)
+            return products.attend(q, products.spans([(*address, 0, start, q.shape[1])]), keys.shape[0], 1.0)
         out = torch.empty_like(q)
         for position, count in blocks(start, q.shape[1]):
             row = position - start
@@ -210,4 +233,4 @@ def stable_rows(dim: int) -> int:
 def _whole_blocks(k: Tensor) -> Tensor:
     """Zeros up to a whole number of blocks: masked keys enter with weight 0, and must be finite."""
     missing = -k.shape[1] % BLOCK
-    return torch.nn.functional.pad(k, (0, 0, 0, missing)) if missing else k
+    return torch.nn.functional.pad(k, (0, 0, 0, missing)).contiguous()

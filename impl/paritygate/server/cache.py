@@ -15,7 +15,7 @@ ROOM = 64  # capacities are multiples of this, the attention's block of keys
 
 
 class Sequence:
-    """One sequence in the making: keys and values (L, room, 2, K, D) in fp32, hidden states, how many are computed.
+    """One sequence in the making: keys and values (L, 2, K, room, D) in fp32, hidden states, how many are computed.
 
     Memory grows as tokens come; `reserved` counts what it may grow to.
     """
@@ -31,7 +31,7 @@ class Sequence:
     @property
     def reserved(self) -> int:
         """Bytes at full capacity."""
-        return self.capacity * (self.kv[:, :1].nbytes + self.hidden[:1].nbytes)
+        return self.capacity * (self.kv[:, :, :, :1].nbytes + self.hidden[:1].nbytes)
 
     def make_room(self, length: int) -> None:
         """See to memory for `length` tokens."""
@@ -53,12 +53,12 @@ class Sequence:
         shape = self.shape
         # Zeros, not empty: masked keys still enter a product with weight 0, and 0 * NaN is NaN.
         return (
-            torch.zeros(shape.layers, room, 2, shape.kv_heads, shape.head_dim),
+            torch.zeros(shape.layers, 2, shape.kv_heads, room, shape.head_dim),
             torch.zeros(room, shape.hidden, dtype=self.dtype),
         )
 
     def _copy(self, kv: Tensor, hidden: Tensor) -> None:
-        self.kv[:, : self.done] = kv[:, : self.done]
+        self.kv[:, :, :, : self.done] = kv[:, :, :, : self.done]
         self.hidden[: self.done] = hidden[: self.done]
 
 
@@ -102,7 +102,7 @@ class PrefixCache:
                 break
             self._pages.move_to_end(key)
             start, end = sequence.done, sequence.done + PAGE
-            sequence.kv[:, start:end] = page.kv
+            sequence.kv[:, :, :, start:end] = page.kv
             sequence.hidden[start:end] = page.hidden
             sequence.done = end
         self.hits += sequence.done
@@ -118,7 +118,7 @@ class PrefixCache:
                 self._pages.move_to_end(key)
                 continue
             start, end = index * PAGE, (index + 1) * PAGE
-            page = _Page(sequence.kv[:, start:end].clone(), sequence.hidden[start:end].clone())
+            page = _Page(sequence.kv[:, :, :, start:end].clone(), sequence.hidden[start:end].clone())
             self._pages[key] = page
             self.bytes += page.bytes()
         while self.bytes > self.limit_bytes and self._pages:

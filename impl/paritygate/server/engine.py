@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paritygate.server.attention import CachedAttention, Span
+from paritygate.server.attention import Span, cached
 from paritygate.server.cache import PrefixCache, Sequence
 from paritygate.server.jobs import Batch, Row, SampleJob, SampleResult, Task, snapshot_of
 from paritygate.server.limits import Limits, RequestError
-from paritygate.server.network import MIN_ROWS, Network
-from paritygate.server.sampling import Decoder, StopCheck, draw, log_normalizer, top_logprobs
+from paritygate.server.network import Network
+from paritygate.server.products import use_threads
+from paritygate.server.sampling import Decoder, StopCheck, draw, top_logprobs
 from paritygate.server.scoring import score_prompt
 
 
@@ -75,7 +76,7 @@ class Engine:
     # ------------------------------------------------------------------ the loop
 
     def _run(self) -> None:
-        torch.set_num_threads(self.threads)
+        use_threads(self.threads, self.network.dtype)
         while not self._stopping:
             idle = not (self._rows or self._waiting or self._prefilling or self._forking or self._tasks)
             self._receive(block=idle)
@@ -172,7 +173,7 @@ class Engine:
     def _plan(self) -> Batch:
         """Lay out one pass: a token for every row, then prompt pieces within the budget; grouped by weights version.
 
-        Every version gets MIN_ROWS rows, so that its low-rank products keep their bits too.
+        Every version gets `min_rows` rows at least, so that its low-rank products keep their bits too.
         """
         pieces: list[tuple[Row | SampleJob, Sequence, int]] = [(row, row.sequence, 1) for row in self._rows]
         budget = self.limits.prefill_tokens
@@ -191,7 +192,7 @@ class Engine:
                 batch.owners.append(owner)
                 row += count
             assert owner is not None
-            row = max(row, start + MIN_ROWS)
+            row = max(row, start + self.network.min_rows)
             batch.ranges.append((start, row, snapshot_of(owner)))
         return batch
 
@@ -204,7 +205,7 @@ class Engine:
             ids = span.sequence.tokens[span.start : span.start + span.count]
             tokens[span.row : span.row + span.count] = torch.tensor(ids)
             positions[span.row : span.row + span.count] = torch.arange(span.start, span.start + span.count)
-        with self.network.routed(batch.ranges, CachedAttention(batch.spans, total)):
+        with self.network.routed(batch.ranges, cached(batch.spans, total)):
             return self.network.forward(tokens, positions)
 
     # ------------------------------------------------------------------ after a pass
@@ -247,16 +248,13 @@ class Engine:
             by_version.setdefault(row.job.snapshot.version, []).append((row, hidden))
         for group in by_version.values():
             stacked = torch.stack([hidden for _, hidden in group])
-            if len(group) < MIN_ROWS:
-                stacked = torch.cat([stacked, stacked.new_zeros(MIN_ROWS - len(group), stacked.shape[1])])
-            logits = self.network.head(stacked, [(0, stacked.shape[0], group[0][0].job.snapshot)])
-            for (row, _), logits_V in zip(group, logits, strict=False):
-                self._append(row, logits_V)
+            logits, normalizers = self.network.head(stacked, group[0][0].job.snapshot)
+            for (row, _), logits_V, normalizer in zip(group, logits, normalizers, strict=True):
+                self._append(row, logits_V, normalizer)
 
-    def _append(self, row: Row, logits_V: Tensor) -> None:
+    def _append(self, row: Row, logits_V: Tensor, normalizer: Tensor) -> None:
         params, sampled = row.job.params, row.sampled
         position = len(sampled.tokens)
-        normalizer = log_normalizer(logits_V)
         if not math.isfinite(normalizer):
             if not row.job.cancelled:
                 _settle(
@@ -269,7 +267,7 @@ class Engine:
         sampled.tokens.append(token)
         sampled.logprobs.append(float(logits_V[token].float() - normalizer))
         if row.job.top_k:
-            sampled.top.append(top_logprobs(logits_V, row.job.top_k))
+            sampled.top.append(top_logprobs(logits_V, normalizer, row.job.top_k))
         sampled.stopped = row.stop.ended_by(token)
         if sampled.stopped or len(sampled.tokens) >= params.max_tokens:
             self._finish_row(row)

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from paritygate.server.products import FrozenLinear, linear
+
 # alpha = 32 is what SkyRL's Tinker backend uses; the hosted service's value is not published.
 ALPHA = 32.0
 
@@ -47,9 +49,9 @@ class Target:
 
 
 class Weights(Protocol):
-    """A set of low-rank pairs, training or frozen; `pair(name)` is (A [r, in], B [out, r], scale) or None."""
+    """A set of low-rank pairs, training or frozen: `delta(name, x)` is scale * (x A^T) B^T, None where nothing is."""
 
-    def pair(self, name: str) -> tuple[Tensor, Tensor, float] | None: ...
+    def delta(self, name: str, rows: Tensor) -> Tensor | None: ...
 
 
 class Adapter:
@@ -66,9 +68,12 @@ class Adapter:
                 self.a[target.name] = _initial_a(spec, target).requires_grad_()
                 self.b[target.name] = torch.zeros(target.outputs, spec.rank).requires_grad_()
 
-    def pair(self, name: str) -> tuple[Tensor, Tensor, float] | None:
+    def delta(self, name: str, rows: Tensor) -> Tensor | None:
+        """(..., T, in) -> (..., T, out), differentiable."""
         a = self.a.get(name)
-        return None if a is None else (a, self.b[name], self.spec.scale)
+        if a is None:
+            return None
+        return linear(linear(rows, a.to(rows.dtype)), self.b[name].to(rows.dtype)) * self.spec.scale
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter as (name, tensor), in one fixed order."""
@@ -82,11 +87,15 @@ class Adapter:
 
     def freeze(self, version: str, dtype: torch.dtype) -> "Snapshot":
         """A copy that training cannot reach."""
-        pairs = {
-            name: (a.detach().to(dtype, copy=True), self.b[name].detach().to(dtype, copy=True), self.spec.scale)
-            for name, a in self.a.items()
-        }
+
+        def frozen(parameter: Tensor) -> FrozenLinear:
+            return FrozenLinear(parameter.detach().to(dtype, copy=True))
+
+        pairs = {name: (frozen(a), frozen(self.b[name]), self.spec.scale) for name, a in self.a.items()}
         return Snapshot(version, pairs)
+
+
+Pair = tuple[FrozenLinear, FrozenLinear, float]  # A (r, in), B (out, r), scale
 
 
 @dataclass(frozen=True)
@@ -94,10 +103,15 @@ class Snapshot:
     """Weights that never change: `version` names them in the prefix cache ("" is the base model)."""
 
     version: str
-    pairs: dict[str, tuple[Tensor, Tensor, float]] = field(default_factory=dict[str, tuple[Tensor, Tensor, float]])
+    pairs: "dict[str, Pair]" = field(default_factory=dict[str, "Pair"])
 
-    def pair(self, name: str) -> tuple[Tensor, Tensor, float] | None:
-        return self.pairs.get(name)
+    def delta(self, name: str, rows: Tensor) -> Tensor | None:
+        """(..., T, in) -> (..., T, out)."""
+        pair = self.pairs.get(name)
+        if pair is None:
+            return None
+        a, b, scale = pair
+        return b(a(rows)) * scale
 
     def bytes(self) -> int:
         return sum(a.nbytes + b.nbytes for a, b, _ in self.pairs.values())
@@ -111,13 +125,12 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base: nn.Linear, name: str, routes: "Routes") -> None:
         super().__init__()
-        self.weight = base.weight
-        self.bias = base.bias
+        self.base = FrozenLinear(base.weight, base.bias)
         self.name = name
         self.routes = routes
 
     def forward(self, rows: Tensor) -> Tensor:
-        return apply_linear(rows, self.weight, self.bias, self.name, self.routes.ranges)
+        return apply_linear(rows, self.base, self.name, self.routes.ranges)
 
 
 @dataclass
@@ -127,19 +140,15 @@ class Routes:
     ranges: list[tuple[int, int, Weights]] = field(default_factory=list[tuple[int, int, Weights]])
 
 
-def apply_linear(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, name: str, ranges: list[tuple[int, int, Weights]]
-) -> Tensor:
+def apply_linear(rows: Tensor, base: FrozenLinear, name: str, ranges: list[tuple[int, int, Weights]]) -> Tensor:
     """(..., T, in) -> (..., T, out): the base product, plus scale * (x A^T) B^T on each range of rows."""
-    out = nn.functional.linear(rows, weight, bias)
+    out = base(rows)
     for start, end, weights in ranges:
-        pair = weights.pair(name)
-        if pair is None:
+        whole = end - start == rows.shape[-2]
+        delta = weights.delta(name, rows if whole else rows[..., start:end, :])
+        if delta is None:
             continue
-        a, b, scale = pair
-        x = rows if end - start == rows.shape[-2] else rows[..., start:end, :]
-        delta = nn.functional.linear(nn.functional.linear(x, a.to(rows.dtype)), b.to(rows.dtype)) * scale
-        if end - start == rows.shape[-2]:
+        if whole:
             out = out + delta
         else:
             out[..., start:end, :] += delta

@@ -1,7 +1,7 @@
 """A transformers causal LM run on packed rows: any mix of sequences, positions and adapters in one forward pass.
 
 Every row's result has the same bits whatever else is in the batch (design/030): rows are never fewer than
-`MIN_ROWS`, and attention is computed sequence by sequence over key ranges that depend on the row's position only.
+`min_rows`, and attention is computed sequence by sequence over key ranges that depend on the row's position only.
 """
 
 import contextlib
@@ -18,8 +18,7 @@ from paritygate.errors import BadInputError
 from paritygate.server.attention import PlainAttention
 from paritygate.server.limits import Shape
 from paritygate.server.lora import LoraLinear, Routes, Target, Weights, apply_linear
-
-MIN_ROWS = 16  # with fewer rows a CPU matrix product takes another path and other last bits
+from paritygate.server.products import FrozenLinear, least_rows, log_normalizers
 
 
 class Attention(Protocol):
@@ -37,6 +36,7 @@ class Network:
         _register_attention()
         self.folder = folder
         self.dtype = dtype
+        self.min_rows = least_rows(dtype)
         with _no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, attn_implementation=_NAME
@@ -48,7 +48,7 @@ class Network:
         self._attention: Attention | None = None
         self.body: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model.model
         head = cast(nn.Linear, model.get_output_embeddings())
-        self.head_weight, self.head_bias = head.weight, head.bias
+        self._head = FrozenLinear(head.weight, head.bias)
         self.targets = self._adapt()
         self._layers: list[Any] = [
             module
@@ -61,7 +61,7 @@ class Network:
 
     def _compare_with_its_own_attention(self) -> None:
         """BadInputError unless packed rows give what the model gives by itself: no list of features can promise it."""
-        length = min(2 * MIN_ROWS, self.shape.context)
+        length = min(32, self.shape.context)
         tokens = torch.arange(length) % self.shape.vocabulary
         with torch.no_grad(), self.routed([], PlainAttention(0, [length])):
             packed = self.forward(tokens, torch.arange(length)).float()
@@ -124,9 +124,13 @@ class Network:
         out = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
 
-    def head(self, hidden: Tensor, ranges: list[tuple[int, int, Weights]]) -> Tensor:
-        """(M, hidden) -> (M, vocabulary) logits; the caller sees to M >= MIN_ROWS."""
-        return apply_linear(hidden, self.head_weight, self.head_bias, "unembed", ranges)
+    def head(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        """(M, hidden) -> (M, vocabulary) logits in the weights' dtype, (M,) fp32 log sum exp of each row."""
+        count = hidden.shape[0]
+        if count < self.min_rows:
+            hidden = torch.cat([hidden, hidden.new_zeros(self.min_rows - count, hidden.shape[1])])
+        logits = apply_linear(hidden, self._head, "unembed", [(0, hidden.shape[0], weights)])
+        return logits[:count], log_normalizers(logits)[:count]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         assert self._attention is not None, "attention outside a forward pass of the network"

@@ -64,7 +64,8 @@ def start(
     """Load `model` ("tiny", "smollm2" or a transformers folder) and serve it on 127.0.0.1.
 
     Port 0 takes a free one; no key makes one; no `state_dir` keeps saved states in a folder that goes with the server.
-    One CPU thread runs the model unless `threads` says more; results are the same bits only at the same number.
+    One CPU thread runs the model unless `threads` says more. With the compiled kernels (products.py) their number
+    changes no bit of a sample or logprob; without a compiler it may, and so may batching at more than one.
     Raises BadInputError for an unusable model, key, dtype or port.
     """
     from paritygate.server import models

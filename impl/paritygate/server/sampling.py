@@ -57,16 +57,10 @@ def _truncate(mass_V: Tensor, params: SamplingParams) -> Tensor:
     return kept
 
 
-def log_normalizer(logits_V: Tensor) -> Tensor:
-    """log sum exp of one row, fp32: with it the logprob of any token is one subtraction."""
-    return torch.logsumexp(logits_V.float(), 0)
-
-
-def top_logprobs(logits_V: Tensor, k: int) -> tuple[list[int], list[float]]:
+def top_logprobs(logits_V: Tensor, normalizer: Tensor, k: int) -> tuple[list[int], list[float]]:
     """The k most likely tokens (ties: lower id first) and their logprobs in nats, most likely first."""
-    row = logits_V.float()
-    values, ids = torch.sort(row, descending=True, stable=True)
-    return ids[:k].tolist(), (values[:k] - torch.logsumexp(row, 0)).tolist()
+    values, ids = torch.sort(logits_V.float(), descending=True, stable=True)
+    return ids[:k].tolist(), (values[:k] - normalizer).tolist()
 
 
 class Decoder(Protocol):

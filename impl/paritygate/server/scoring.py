@@ -9,8 +9,8 @@ from torch import Tensor
 from paritygate.server.cache import Sequence
 from paritygate.server.limits import RequestError
 from paritygate.server.lora import Snapshot
-from paritygate.server.network import MIN_ROWS, Network
-from paritygate.server.sampling import log_normalizer, top_logprobs, uniform
+from paritygate.server.network import Network
+from paritygate.server.sampling import top_logprobs, uniform
 
 CHUNK = 128  # rows of logits held at once
 
@@ -60,28 +60,21 @@ def score_prompt(network: Network, sequence: Sequence, snapshot: Snapshot, scori
     needed = scoring.rows(len(tokens))
     for start in range(needed.start, needed.stop, CHUNK):
         stop = min(start + CHUNK, needed.stop)
-        logits = head_rows(network, sequence.hidden[start:stop], snapshot)
-        for row in range(start, stop):
-            _score_row(scores, scoring, row, tokens[row + 1], logits[row - start])
+        logits, normalizers = network.head(sequence.hidden[start:stop], snapshot)
+        for row, logits_V, normalizer in zip(range(start, stop), logits, normalizers, strict=True):
+            _score_row(scores, scoring, row, tokens[row + 1], logits_V, normalizer)
     return scores
 
 
-def head_rows(network: Network, hidden: Tensor, snapshot: Snapshot) -> Tensor:
-    """(M, hidden) -> (M, vocabulary) logits with the bits that they have in any batch."""
-    count = hidden.shape[0]
-    if count < MIN_ROWS:
-        hidden = torch.cat([hidden, hidden.new_zeros(MIN_ROWS - count, hidden.shape[1])])
-    return network.head(hidden, [(0, hidden.shape[0], snapshot)])[:count]
-
-
-def _score_row(scores: PromptScores, scoring: Scoring, row: int, token: int, logits_V: Tensor) -> None:
-    normalizer = log_normalizer(logits_V)
+def _score_row(
+    scores: PromptScores, scoring: Scoring, row: int, token: int, logits_V: Tensor, normalizer: Tensor
+) -> None:
     if not math.isfinite(normalizer):
         raise RequestError(f"the model's logits at token {row} are {float(normalizer)}: training diverged")
     if scoring.own and row + 1 >= scoring.first:
         scores.own[row + 1] = float(logits_V[token].float() - normalizer)
     if scoring.top_k and row + 1 >= scoring.first:
-        scores.top[row + 1] = top_logprobs(logits_V, scoring.top_k)
+        scores.top[row + 1] = top_logprobs(logits_V, normalizer, scoring.top_k)
     if scoring.targets is not None and scoring.targets[row]:
         ids = torch.tensor(scoring.targets[row])
         scores.targets[row] = (logits_V[ids].float() - normalizer).tolist()

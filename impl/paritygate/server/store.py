@@ -19,6 +19,7 @@ from torch import Tensor
 from paritygate.server.fields import Fields
 from paritygate.server.limits import RequestError
 from paritygate.server.lora import Adapter, LoraSpec, Snapshot, Target
+from paritygate.server.products import FrozenLinear
 
 Kind = Literal["weights", "sampler_weights"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -203,7 +204,11 @@ class Store:
         path.parent.mkdir(exist_ok=True)
         tensors: dict[str, Tensor] = {}
         for target, (a, b, scale) in snapshot.pairs.items():
-            tensors |= {f"{target}|A": a, f"{target}|B": b, f"{target}|scale": torch.tensor(scale, dtype=torch.double)}
+            tensors |= {
+                f"{target}|A": a.weight.contiguous(),
+                f"{target}|B": b.weight.contiguous(),
+                f"{target}|scale": torch.tensor(scale, dtype=torch.double),
+            }
         save_file(tensors, path)
         return path
 
@@ -212,7 +217,10 @@ class Store:
         tensors = load_file(path)
         path.unlink()
         names = [name.removesuffix("|A") for name in tensors if name.endswith("|A")]
-        pairs = {n: (tensors[f"{n}|A"], tensors[f"{n}|B"], float(tensors[f"{n}|scale"])) for n in names}
+        pairs = {
+            n: (FrozenLinear(tensors[f"{n}|A"]), FrozenLinear(tensors[f"{n}|B"]), float(tensors[f"{n}|scale"]))
+            for n in names
+        }
         return Snapshot(version, pairs)
 
     def delete(self, path: str) -> None:

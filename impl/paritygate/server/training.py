@@ -12,7 +12,7 @@ from paritygate.server.attention import PlainAttention
 from paritygate.server.limits import RequestError
 from paritygate.server.lora import Adapter
 from paritygate.server.losses import Config, LossInputs, find_loss
-from paritygate.server.network import MIN_ROWS, Network
+from paritygate.server.network import Network
 
 CHUNK = 128  # rows of logits held at once
 
@@ -147,7 +147,7 @@ class Pass:
     def _piece(self, packing: Packing, gradients: dict[str, Tensor]) -> None:
         layout = packing.laid_out()
         count = len(layout.tokens)
-        padding = max(0, MIN_ROWS - count)
+        padding = max(0, self.network.min_rows - count)
         tokens = torch.cat([layout.tokens, torch.zeros(padding, dtype=torch.long)])
         positions = torch.cat([layout.positions, torch.arange(padding)])
         attention = PlainAttention(layout.shared, [*layout.rests, padding])
@@ -185,11 +185,8 @@ class Pass:
 
     def _logprobs(self, hidden: Tensor, targets_MK: Tensor) -> Tensor:
         """(M, hidden), (M, K) ids -> (M, K) fp32 logprobs."""
-        count = hidden.shape[0]
-        if count < MIN_ROWS:
-            hidden = torch.cat([hidden, hidden.new_zeros(MIN_ROWS - count, hidden.shape[1])])
-        logits = self.network.head(hidden, [(0, hidden.shape[0], self.adapter)])[:count].float()
-        return logits.gather(1, targets_MK) - torch.logsumexp(logits, 1, keepdim=True)
+        logits, normalizers = self.network.head(hidden, self.adapter)
+        return logits.gather(1, targets_MK).float() - normalizers[:, None]
 
     def _backward(
         self, hidden: Tensor, rows: Tensor, targets: Tensor, wanted: Tensor, gradients: dict[str, Tensor]

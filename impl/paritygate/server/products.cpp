@@ -1,0 +1,225 @@
+// Linear layers and causal attention whose rows do not depend on one another: every number is one chain of sums whose
+// order its own row, column and position decide, so batching, tiling and threads change no bit (design/030).
+#pragma GCC optimize("O3")
+#include "vector.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#define UNROLL _Pragma("GCC unroll 32")
+
+static constexpr int64_t PANEL = 2 * WIDTH;  // columns of a product that are computed together
+static constexpr int TILE = WIDTH == 16 ? 12 : 6;  // rows that are: their sums fill the registers
+static constexpr int64_t DEPTH = 256;        // terms of a sum before it is added to the sum of those before
+static constexpr int64_t BLOCK = 64;         // keys of the attention before theirs is
+static constexpr int64_t ROWS = 96;          // rows of a linear layer that share a panel of weights
+static constexpr int64_t QUERIES = 4 * TILE;
+static constexpr int64_t AHEAD = 2048;       // numbers of a panel that are asked for before they are needed
+
+static inline Vec broadcast(float x) { return x - Vec{}; }  // unlike `splat` it costs no addition
+
+// c (R, N * WIDTH) = a (R, depth) times b (depth, N * WIDTH); with `more` it is added to c.
+template <class D, int R, int N>
+static inline __attribute__((always_inline)) void tile(const float* a, int64_t a_row, const typename D::Storage* b,
+                                                       int64_t b_row, float* c, int64_t c_row, int64_t depth, bool more,
+                                                       bool ahead) {
+    Vec sums[R][N] = {};
+    for (int64_t k = 0; k < depth; k++) {
+        Vec columns[N];
+        UNROLL for (int n = 0; n < N; n++) columns[n] = load<D>(b + k * b_row + n * WIDTH);
+        if (ahead) __builtin_prefetch(b + k * b_row + AHEAD);
+        UNROLL for (int r = 0; r < R; r++) {
+            Vec x = broadcast(a[r * a_row + k]);
+            UNROLL for (int n = 0; n < N; n++) sums[r][n] = x * columns[n] + sums[r][n];
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) {
+        float* to = c + r * c_row + n * WIDTH;
+        store<Float32>(to, more ? load<Float32>(to) + sums[r][n] : sums[r][n]);
+    }
+}
+
+template <class D, int N>
+static void tiles(const float* a, int64_t a_row, const typename D::Storage* b, int64_t b_row, float* c, int64_t c_row,
+                  int64_t rows, int64_t depth, bool more, bool ahead) {
+    auto take = [&](auto run, int64_t count) {
+        while (rows >= count) {
+            run();
+            a += count * a_row, c += count * c_row, rows -= count, ahead = false;
+        }
+    };
+#define TAKE(R) take([&] { tile<D, R, N>(a, a_row, b, b_row, c, c_row, depth, more, ahead); }, R)
+    TAKE(TILE);
+    TAKE(6);
+    TAKE(4);
+    TAKE(3);
+    TAKE(2);
+    TAKE(1);
+#undef TAKE
+}
+
+template <class Work>
+static void share(int64_t units, int64_t threads, Work work) {
+    std::atomic<int64_t> next{0};
+    auto worker = [&] {
+        for (int64_t i; (i = next.fetch_add(1)) < units;) work(i);
+    };
+    std::vector<std::thread> others;
+    try {
+        for (int64_t i = 1; i < std::min(threads, units); i++) others.emplace_back(worker);
+    } catch (const std::system_error&) {  // no thread to be had: the ones there are do the work
+    }
+    worker();
+    for (auto& other : others) other.join();
+}
+
+struct Linear {
+    const float* rows;   // (count, inputs)
+    const void* weight;  // (panels, inputs, PANEL) float32 or bfloat16
+    float* out;          // (count, panels * PANEL)
+    int64_t count, inputs, panels, narrow, threads;
+};
+
+template <class D>
+static void linear_of(const Linear& x) {
+    const int64_t group = 8, groups = (x.panels + group - 1) / group, columns = x.panels * PANEL;
+    share((x.count + ROWS - 1) / ROWS * groups, x.threads, [&](int64_t unit) {
+        int64_t first = unit / groups * ROWS, panel = unit % groups * group;
+        int64_t count = std::min(ROWS, x.count - first);
+        for (int64_t last = std::min(panel + group, x.panels); panel < last; panel++)
+            for (int64_t k = 0; k < x.inputs; k += DEPTH)
+                tiles<D, 2>(x.rows + first * x.inputs + k, x.inputs,
+                            (const typename D::Storage*)x.weight + (panel * x.inputs + k) * PANEL, PANEL,
+                            x.out + first * columns + panel * PANEL, columns, count, std::min(DEPTH, x.inputs - k), k > 0,
+                            true);
+    });
+}
+
+struct Span {
+    float *keys, *values;  // of layer 0: (kv_heads, room, dim), heads and layers as far apart as said
+    int64_t head, layer, row, start, count;
+};
+
+struct Strided {
+    const float* at;
+    int64_t head, row;
+};
+
+struct Attention {
+    Strided queries, keys, values;  // (heads, T, dim), (kv_heads, T, dim); keys null: they are in the cache already
+    float* out;                     // (T, heads, dim)
+    const Span* spans;
+    int64_t span_count, heads, kv_heads, dim, layer, threads;
+    float scale;
+};
+
+static void append(const Strided& fresh, float* cache, const Span& span, int64_t head, int64_t dim) {
+    for (int64_t t = 0; t < span.count; t++)
+        std::memcpy(cache + (span.start + t) * dim, fresh.at + head * fresh.head + (span.row + t) * fresh.row,
+                    dim * sizeof(float));
+}
+
+// Keys (end, dim) as panels (dim, PANEL), zeros after the last.
+static void turn(const float* keys, int64_t end, int64_t dim, float* panels) {
+    for (int64_t first = 0; first < end; first += PANEL, panels += dim * PANEL)
+        for (int64_t j = 0; j < PANEL; j++)
+            for (int64_t d = 0; d < dim; d++) panels[d * PANEL + j] = first + j < end ? keys[(first + j) * dim + d] : 0;
+}
+
+// Scores of the first `length` keys become weights, up to their sum, which is returned; those after up to `reach` zero.
+static float weigh(float* scores, int64_t length, int64_t reach) {
+    int64_t whole = (length + WIDTH - 1) / WIDTH * WIDTH;
+    std::fill(scores + length, scores + whole, -INF);
+    Vec most = splat(-INF), sum = {};
+    for (int64_t j = 0; j < whole; j += WIDTH) most = larger(load<Float32>(scores + j), most);
+    Vec top = broadcast(highest(most));
+    for (int64_t j = 0; j < whole; j += WIDTH) {
+        Vec weight = exponential(load<Float32>(scores + j) - top);
+        store<Float32>(scores + j, weight);
+        sum += weight;
+    }
+    if (reach > whole) std::fill(scores + whole, scores + reach, 0.f);
+    return (float)total(sum);
+}
+
+// One key head of one span: its queries in order of position, `group` of them a token.
+static void attend_one(const Attention& x, const Span& span, int64_t head) {
+    float *keys = span.keys + x.layer * span.layer + head * span.head, *values = span.values + (keys - span.keys);
+    if (x.keys.at) append(x.keys, keys, span, head, x.dim), append(x.values, values, span, head, x.dim);
+    const int64_t group = x.heads / x.kv_heads, end = span.start + span.count, dim = x.dim;
+    const int64_t room = (end + BLOCK - 1) / BLOCK * BLOCK, all = span.count * group;
+    static thread_local std::vector<float> panels, scores, queries, mixed;
+    panels.resize(room * dim), scores.resize(QUERIES * room), queries.resize(QUERIES * dim), mixed.resize(QUERIES * dim);
+    turn(keys, end, dim, panels.data());
+    for (int64_t first = 0; first < all; first += QUERIES) {
+        int64_t count = std::min(QUERIES, all - first), reach = span.start + (first + count - 1) / group + 1;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t row = span.row + (first + i) / group, own = head * group + (first + i) % group;
+            const float* from = x.queries.at + own * x.queries.head + row * x.queries.row;
+            for (int64_t d = 0; d < dim; d++) queries[i * dim + d] = from[d] * x.scale;
+        }
+        for (int64_t key = 0; key < reach; key += PANEL)
+            tiles<Float32, 2>(queries.data(), dim, panels.data() + key * dim, PANEL, scores.data() + key, room, count, dim,
+                              false, false);
+        float sums[QUERIES];
+        for (int64_t i = 0; i < count; i++)
+            sums[i] = weigh(scores.data() + i * room, span.start + (first + i) / group + 1, reach);
+        for (int64_t key = 0; key < reach; key += BLOCK) {
+            int64_t depth = std::min(BLOCK, reach - key), d = 0;
+            for (; d + PANEL <= dim; d += PANEL)
+                tiles<Float32, 2>(scores.data() + key, room, values + key * dim + d, dim, mixed.data() + d, dim, count,
+                                  depth, key > 0, false);
+            for (; d < dim; d += WIDTH)
+                tiles<Float32, 1>(scores.data() + key, room, values + key * dim + d, dim, mixed.data() + d, dim, count,
+                                  depth, key > 0, false);
+        }
+        for (int64_t i = 0; i < count; i++) {
+            float* to = x.out + ((span.row + (first + i) / group) * x.heads + head * group + (first + i) % group) * dim;
+            for (int64_t d = 0; d < dim; d++) to[d] = mixed[i * dim + d] / sums[i];
+        }
+    }
+}
+
+extern "C" {
+
+int64_t panel() { return PANEL; }
+int64_t width() { return WIDTH; }
+
+// log sum exp of each row of (count, columns).
+void normalize(const float* logits, int64_t count, int64_t columns, int64_t threads, float* out) {
+    share(count, threads, [&](int64_t row) {
+        const float* from = logits + row * columns;
+        const int64_t whole = columns / WIDTH * WIDTH, part = columns - whole;
+        Vec most = part ? load_part<Float32>(from + whole, part) : splat(-INF);
+        for (int64_t i = 0; i < whole; i += WIDTH) most = larger(load<Float32>(from + i), most);
+        const Vec top = broadcast(highest(most));
+        double sum = part ? total(exponential(load_part<Float32>(from + whole, part) - top)) : 0;
+        for (int64_t first = 0; first < whole; first += 4096) {
+            Vec terms = {};
+            for (int64_t i = first; i < std::min(first + 4096, whole); i += WIDTH)
+                terms += exponential(load<Float32>(from + i) - top);
+            sum += total(terms);
+        }
+        out[row] = (float)(top[0] + std::log(sum));
+    });
+}
+
+// Whether this machine multiplies bfloat16 itself: then a library does it faster than widening does.
+int64_t multiplies_bfloat16() {
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+void linear(const Linear* x) { x->narrow ? linear_of<BFloat16>(*x) : linear_of<Float32>(*x); }
+
+void attend(const Attention* x) {
+    share(x->span_count * x->kv_heads, x->threads,
+          [&](int64_t unit) { attend_one(*x, x->spans[unit / x->kv_heads], unit % x->kv_heads); });
+}
+}

@@ -1,0 +1,250 @@
+"""Linear layers and attention by the compiled kernels of products.cpp, or by torch where they cannot be had.
+
+The kernels give a row the same bits in any company and at any number of threads, by construction; torch does from
+`least_rows` up, on one thread (design/030). A process uses one or the other throughout.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paritygate import bootstrap
+from paritygate.losses.kernels import compiled
+from paritygate.losses.kernels.compiled import Unavailable
+
+_HERE = Path(__file__).parent
+SOURCES = (Path(compiled.__file__).parent / "vector.hpp", _HERE / "products.cpp")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels, built at the first call; raises Unavailable where there is no compiler.
+
+    Source: as losses/kernels/compiled.py builds and caches the kernels of the losses.
+    """
+    if os.environ.get("PARITYGATE_KERNELS") == "off":
+        raise Unavailable("PARITYGATE_KERNELS=off")
+    sources = {path.name: path.read_bytes() for path in SOURCES}
+    command = compiled.compiler()
+    if bootstrap.LOADED:
+        for path in SOURCES:
+            bootstrap.LOADED[os.path.realpath(path)] = hashlib.sha256(sources[path.name]).hexdigest()
+        return compiled.load(compiled.build(command, sources))
+    return compiled.load(compiled.cached(command, sources))
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the kernels can be used here."""
+    try:
+        library()
+    except Unavailable:
+        return False
+    return True
+
+
+_own = threading.local()
+
+
+def threads() -> int:
+    """How many threads the kernels use that the calling thread runs."""
+    return getattr(_own, "threads", 1)
+
+
+def use_threads(count: int, dtype: torch.dtype) -> None:
+    """Run what the calling thread asks for on `count` threads: the kernels, or torch for linear layers that it has.
+
+    Beside the kernels torch stays with one thread: split by threads, even its element-wise operations move bits.
+    """
+    _own.threads = count
+    torch.set_num_threads(1 if serves(dtype) else count)
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Whether linear layers of that dtype are the kernel's; bfloat16 is torch's where the machine multiplies it."""
+    return available() and (dtype == torch.float32 or (dtype == torch.bfloat16 and not library().multiplies_bfloat16()))
+
+
+def least_rows(dtype: torch.dtype) -> int:
+    """The fewest rows of a linear layer from which on a row's bits do not depend on their number."""
+    return 1 if serves(dtype) else 16  # torch takes another path, with other last bits, for fewer
+
+
+def linear(rows: Tensor, weight: Tensor) -> Tensor:
+    """(..., T, in), (out, in) -> (..., T, out), differentiable in both."""
+    return _Product.apply(rows, weight, None) if serves(weight.dtype) else torch.nn.functional.linear(rows, weight)
+
+
+class FrozenLinear:
+    """A linear layer whose weight (out, in) and bias never learn: (..., T, in) -> (..., T, out), differentiable.
+
+    The weight is held once: in panels where the kernel takes it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.bias = None if bias is None else bias.detach()
+        self.packed = serves(weight.dtype)
+        self._held = _pack(weight.detach()) if self.packed else weight.detach()
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in); laid out anew where it is held in panels."""
+        return self._held.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs] if self.packed else self._held
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weight."""
+        return self._held.nbytes
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if not self.packed:
+            return torch.nn.functional.linear(rows, self._held, self.bias)
+        out = _Product.apply(rows, None, self)
+        return out if self.bias is None else out + self.bias
+
+    def product(self, rows: Tensor) -> Tensor:
+        """The kernel's product, bias left out and no graph made."""
+        return _multiply(rows, self._held, self.outputs)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor | None, frozen: FrozenLinear | None) -> Tensor:
+        ctx.frozen = frozen
+        if frozen is not None:
+            return frozen.product(rows)
+        assert weight is not None
+        ctx.save_for_backward(rows, weight)
+        return _multiply(rows, _pack(weight), weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
+        (into,) = grads
+        if ctx.frozen is not None:
+            return _multiply(into, _pack(ctx.frozen.weight.T), ctx.frozen.inputs), None, None
+        rows, weight = ctx.saved_tensors
+        into_rows = _multiply(into, _pack(weight.T), weight.shape[1]) if ctx.needs_input_grad[0] else None
+        return into_rows, into.flatten(0, -2).T @ rows.flatten(0, -2), None
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """(out, in) -> (panels, in, columns of a panel), the last panel filled up with zeros."""
+    columns = library().panel()
+    outputs, inputs = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % columns))
+    return padded.reshape(-1, columns, inputs).transpose(1, 2).contiguous()
+
+
+def _multiply(rows: Tensor, panels: Tensor, outputs: int) -> Tensor:
+    inputs = panels.shape[1]
+    flat = rows.reshape(-1, inputs).float().contiguous()
+    out = torch.empty(flat.shape[0], panels.shape[0] * panels.shape[2])
+    problem = _Linear(
+        flat.data_ptr(), panels.data_ptr(), out.data_ptr(), flat.shape[0], inputs, panels.shape[0],
+        panels.dtype == torch.bfloat16, threads(),
+    )  # fmt: skip
+    library().linear(ctypes.byref(problem))
+    return out[:, :outputs].to(rows.dtype).reshape(*rows.shape[:-1], outputs)
+
+
+def log_normalizers(logits_MV: Tensor) -> Tensor:
+    """(M, V) -> (M,) fp32, log sum exp of each row: with it the logprob of any token is one subtraction."""
+    logits = logits_MV.float()
+    return _Normalizers.apply(logits) if available() else torch.logsumexp(logits, 1)
+
+
+class _Normalizers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        logits = logits.contiguous()
+        out = torch.empty(logits.shape[0])
+        pointers = (ctypes.c_void_p(logits.data_ptr()), *map(ctypes.c_int64, (*logits.shape, threads())))
+        library().normalize(*pointers, ctypes.c_void_p(out.data_ptr()))
+        ctx.save_for_backward(logits, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        logits, out = ctx.saved_tensors
+        return torch.exp(logits - out[:, None]) * grads[0][:, None]
+
+
+class _Linear(ctypes.Structure):
+    """`struct Linear` of products.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "weight", "out")),
+        *((name, ctypes.c_int64) for name in ("count", "inputs", "panels", "narrow", "threads")),
+    )
+
+
+class _Strided(ctypes.Structure):
+    """`struct Strided` of products.cpp."""
+
+    _fields_ = (("at", ctypes.c_void_p), ("head", ctypes.c_int64), ("row", ctypes.c_int64))
+
+
+class _Attention(ctypes.Structure):
+    """`struct Attention` of products.cpp."""
+
+    _fields_ = (
+        *((name, _Strided) for name in ("queries", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("out", "spans")),
+        *((name, ctypes.c_int64) for name in ("span_count", "heads", "kv_heads", "dim", "layer", "threads")),
+        ("scale", ctypes.c_float),
+    )
+
+
+def attends(dim: int) -> bool:
+    """Whether the kernel takes heads of that size."""
+    return available() and dim % library().width() == 0
+
+
+def spans(table: Iterable[tuple[int, int, int, int, int, int, int]]) -> Tensor:
+    """Rows of (keys, values, head, layer, row, start, count), as `struct Span` of products.cpp has them; int64."""
+    return torch.tensor(list(table), dtype=torch.int64)
+
+
+def attend(
+    q: Tensor,
+    spans_S7: Tensor,
+    kv_heads: int,
+    scale: float,
+    *,
+    layer: int = 0,
+    fresh: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """q (H, T, D) fp32 attends causally to what each span's addresses hold -> (H, T, D), rows outside spans 0.
+
+    `fresh` k and v (K, T, D) are written to those addresses first. The caller keeps the memory there alive.
+    """
+    heads, length, dim = q.shape
+    out = torch.zeros(length, heads, dim)
+    q = _inner(q)
+    k, v = (None, None) if fresh is None else map(_inner, fresh)
+    library().attend(
+        ctypes.byref(
+            _Attention(
+                _strided(q), _strided(k), _strided(v), out.data_ptr(), spans_S7.data_ptr(), len(spans_S7), heads,
+                kv_heads, dim, layer, threads(), scale,
+            )
+        )
+    )  # fmt: skip
+    return out.transpose(0, 1)
+
+
+def _inner(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strided(x: Tensor | None) -> _Strided:
+    return _Strided() if x is None else _Strided(x.data_ptr(), x.stride(0), x.stride(1))

@@ -1,0 +1,99 @@
+"""Linear layers, attention and normalizers: right, and a row's bits its own, whatever is computed beside it."""
+
+import pytest
+import torch
+
+from paritygate.server.attention import stable_rows
+from paritygate.server.products import FrozenLinear, attend, least_rows, linear, log_normalizers, spans, use_threads
+
+SIZES = ((64, 128), (576, 192), (576, 1536), (1536, 576), (32, 576), (576, 32), (30, 7))
+
+
+def test_few_rows_are_what_moves_bits_of_torch() -> None:
+    """The premise of `least_rows` where there are no kernels, on this machine: from 16 the row count changes no row."""
+    generator = torch.Generator().manual_seed(0)
+    assert stable_rows(32) <= 64
+    for inputs, outputs in SIZES[:-1]:
+        weight, rows = torch.randn(outputs, inputs, generator=generator), torch.randn(300, inputs, generator=generator)
+        whole = torch.nn.functional.linear(rows, weight)
+        for count in (16, 17, 31, 48, 65, 128, 255):
+            assert torch.equal(torch.nn.functional.linear(rows[:count], weight), whole[:count]), (
+                inputs,
+                outputs,
+                count,
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+def test_linear_layers_are_right_and_keep_a_rows_bits(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    """Against float64; any rows of any number, at one thread and at three; gradients as well."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(*s, generator=generator).to(dtype) for s in ((outputs, inputs), (outputs,)))
+    rows = torch.randn(2, 120, inputs, generator=generator).to(dtype)
+    layer = FrozenLinear(weight, bias)
+    assert torch.equal(layer.weight, weight)
+    whole, want = layer(rows), rows.double() @ weight.double().T + bias.double()
+    close = 1e-6 if dtype == torch.float32 else 2**-7
+    assert float((whole.double() - want).abs().max()) <= close * float(want.abs().max())
+    least = least_rows(dtype)
+    for start, count in ((0, least), (5, least + 1), (7, least + 4), (50, 17), (1, 99)):
+        assert torch.equal(layer(rows[1, start : start + count]), whole[1, start : start + count])
+    if least == 1:
+        use_threads(3, dtype)
+        assert torch.equal(layer(rows), whole)
+        use_threads(1, dtype)
+    leaf, learnt = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+    into = torch.randn(2, 120, outputs, generator=generator).to(dtype)
+    (frozen,) = torch.autograd.grad(layer(leaf), leaf, into)
+    into_rows, into_weight = torch.autograd.grad(linear(leaf, learnt), (leaf, learnt), into)
+    assert torch.equal(frozen, into_rows)
+    want_rows = into.double() @ weight.double()
+    want_weight = into.double().flatten(0, 1).T @ rows.double().flatten(0, 1)
+    for got, right in ((into_rows, want_rows), (into_weight, want_weight)):
+        assert float((got.double() - right).abs().max()) <= close * float(right.abs().max())
+
+
+@pytest.mark.skipif(least_rows(torch.float32) != 1, reason="no compiler here")
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "length"), [(9, 3, 64, 300), (4, 2, 32, 70), (7, 1, 16, 130)])
+def test_attention_is_right_and_keeps_a_rows_bits(heads: int, kv_heads: int, dim: int, length: int) -> None:
+    """Against float64, keys laid out as a cache's; a token decoded, any piece prefilled, and threads move no bit."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(length, heads, dim, generator=generator).transpose(0, 1)
+    k, v = torch.randn(2, kv_heads, length, dim, generator=generator)
+    group = heads // kv_heads
+
+    def attended(start: int, count: int) -> torch.Tensor:
+        cache = torch.zeros(2, kv_heads, length + 9, dim)
+        cache[:, :, :start] = torch.stack([k, v])[:, :, :start]
+        table = spans([(cache[0].data_ptr(), cache[1].data_ptr(), cache.stride(1), 0, 0, start, count)])
+        piece = slice(start, start + count)
+        out = attend(q[:, piece], table, kv_heads, dim**-0.5, fresh=(k[:, piece], v[:, piece]))
+        assert torch.equal(cache[:, :, : start + count], torch.stack([k, v])[:, :, : start + count])
+        return out
+
+    whole = attended(0, length)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), *(t.double().repeat_interleave(group, 0) for t in (k, v)), is_causal=True
+    )
+    assert float((whole - want).abs().max()) < 3e-6
+    for start, count in ((0, 1), (5, 1), (length - 1, 1), (10, 50), (3, length - 3), (64, 6), (63, 2)):
+        assert torch.equal(attended(start, count), whole[:, start : start + count])
+    use_threads(3, torch.float32)
+    assert torch.equal(attended(0, length), whole)
+    use_threads(1, torch.float32)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 480, 49152])
+def test_log_normalizers(columns: int) -> None:
+    """Against float64, at extremes too; a row has the same bits alone."""
+    logits = torch.randn(20, columns, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 20)[:, None]
+    leaf = logits.clone().requires_grad_()
+    got = log_normalizers(leaf)
+    want = torch.logsumexp(logits.double(), 1)
+    assert torch.allclose(got.double(), want, rtol=1e-6, atol=1e-6)
+    assert torch.equal(log_normalizers(logits[3:4]), got[3:4])
+    (gradient,) = torch.autograd.grad(got.sum(), leaf)
+    assert torch.allclose(gradient.double(), torch.softmax(logits.double(), 1), rtol=1e-3, atol=1e-6)
+    logits[4, 0] = float("nan")
+    assert not bool(torch.isfinite(log_normalizers(logits)[4]))
