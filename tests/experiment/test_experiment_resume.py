@@ -16,7 +16,7 @@ from scripted_service import Script, ScriptedService
 from small import small_spec, write_spec
 
 from counts import soak
-from paritygate.errors import BackendError
+from paritygate.errors import BackendError, Refused
 from paritygate.experiment.journal import read_lines
 from paritygate.receipts import PhaseChain
 
@@ -99,6 +99,26 @@ def test_a_service_that_fails_anywhere_costs_nothing(run_spec: Any, scripted: An
         for name in FINAL:
             assert (output / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), service.script
         check_resumption_is_recorded(output, set(trained))
+
+
+@pytest.mark.usefixtures("lean")
+def test_what_was_changed_since_its_phase_is_not_gone_on_with(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+    """No verdict and no report is made of items and units other than those that their phase vouched for."""
+    scripted(ScriptedService())
+    run_spec(brief(), until="decide")
+    run = tmp_path / "run"
+    metrics = (run / "metrics.jsonl").read_bytes()
+    unit = sorted((run / "units" / "evaluate-grpo").iterdir())[0]
+    for path in (run / "items.jsonl", run / "verdict.json", unit):
+        right = path.read_bytes()
+        for wrong in (right[:-5], right.replace(b"1", b"0", 1), b""):
+            path.write_bytes(wrong)
+            with pytest.raises(Refused, match=f"{path.name} was changed since the phase"):
+                run_spec(brief(), resume=True)
+        path.write_bytes(right)
+    (run / "metrics.jsonl").write_bytes(metrics[:-5])
+    assert run_spec(brief(), resume=True).completed[-1] == "report"
+    assert (run / "metrics.jsonl").read_bytes() == metrics  # derived from the units, so made again
 
 
 def check_resumption_is_recorded(run: Path, arms: set[str]) -> None:

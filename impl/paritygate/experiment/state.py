@@ -71,11 +71,12 @@ class State:
         self.directory = directory
         self.options = options
         self.progress = progress
+        self.chain = PhaseChain(directory)
+        self.chain.verify()  # what is gone on with, or reported again, is what the phases vouch for
         for name in (TIMINGS, DEVIATIONS):
             drop_torn_tail(directory / name)
         self.journal = Journal(directory)
         self.timings = Timings(directory / TIMINGS)
-        self.chain = PhaseChain(directory)
         self._connection, self._phase = AsyncExitStack(), AsyncExitStack()
         self._connecting = asyncio.Lock()
         self._services: list[Backend] = []
