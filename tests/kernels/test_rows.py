@@ -1,9 +1,10 @@
-"""The compiled rows in forms and sizes that the parity suite does not reach: widths, tails, strides, schedules."""
+"""SPOD's rows, compiled and by torch in float32, where parity does not reach: widths, tails, strides, schedules."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,25 @@ import torch
 from kernel_batches import answer, batch
 from torch import Tensor
 
-from paritygate.losses import spod
-from paritygate.losses.kernels import compiled, cpu
+from paritygate.losses import _spod_ops, spod
+from paritygate.losses.kernels import compiled, cpu, torch_rows
 
 HALF_ULP = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 5e-4}
 DTYPES = pytest.mark.parametrize("dtype", HALF_ULP, ids=str)
 RAGGED = [[1, 3, 2], [17], [40, 5], [1, 1], [2, 16, 1]]
 
 needs_compiler = pytest.mark.skipif(compiled.available() is not None, reason=f"no kernels: {compiled.available()}")
-pytestmark = needs_compiler
+ENGINES = ["torch", pytest.param("compiled", marks=needs_compiler)]
+
+
+@pytest.fixture(autouse=True, params=ENGINES)
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The rows under test: what there is without a compiler too."""
+    if request.param == "compiled":
+        return cpu
+    monkeypatch.setattr(cpu, "serves", lambda *_: False)
+    monkeypatch.setattr(torch_rows, "BLOCK", 4096)  # several blocks, and actions that none holds
+    return torch_rows
 
 
 @contextmanager
@@ -157,11 +168,11 @@ def test_entries_of_minus_infinity(dtype: torch.dtype) -> None:
     assert torch.isfinite(gradient).all()
 
 
-def test_mass_too_small_for_float32_is_still_mass() -> None:
+def test_mass_too_small_for_float32_is_still_mass(rows: ModuleType) -> None:
     """exp(-200) is no float32, but it is teacher mass; exp(-131008) is none in float64 either."""
     student, teacher = torch.zeros(2, 4), torch.tensor([[0.0, 0, 0, -200], [0, 0, 0, -131008]])
     student[:, 3] = -math.inf
-    kl = cpu.statistics(student, teacher, torch.zeros(2, dtype=torch.int64))[:, cpu.COLUMNS.index("kl")]
+    kl = rows.statistics(student, teacher, torch.zeros(2, dtype=torch.int64))[:, cpu.COLUMNS.index("kl")]
     assert kl[0] == math.inf
     assert kl[1] == pytest.approx(0.0, abs=1e-7)
 
@@ -237,5 +248,5 @@ def test_the_gradient_is_differentiable_where_asked() -> None:
 def test_mixed_dtypes_and_float64_are_torch_s(dtype: torch.dtype) -> None:
     data = batch([[2, 1], [2]], 50, dtype)
     data["teacher_logits"] = data["teacher_logits"].double()
-    assert not cpu.serves(data["student_logits"], data["teacher_logits"])
+    assert _spod_ops.engine(data["student_logits"], data["teacher_logits"]) is None
     holds(data, *spod.success_preserving_loss_and_grad(**data))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import _spod_ops as ops
 from ._spod_levels import Batch, Levels, combine, levels_of, parts_of
-from ._spod_rows import Weights, sum_by
+from ._spod_rows import Span, Weights, plan, sum_by
 from .kernels.cpu import COLUMNS
 
 TILE = 32 << 20  # bytes of one (chunk, V) block of logits: a GEMM of its height runs at nearly full speed
@@ -29,39 +29,9 @@ class Head(NamedTuple):
         return torch.mm(self.hidden[rows], self.head.t(), out=out)
 
 
-class Span(NamedTuple):
-    """Rows and actions that are computed together."""
-
-    rows: slice
-    actions: slice
-
-
 def chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
     """How many rows a chunk has where the caller does not say."""
     return max(16, TILE // max(1, vocabulary * dtype.itemsize))
-
-
-def plan(tokens: list[int], may_open: list[bool], most: int) -> list[Span]:
-    """Whole actions, at most `most` rows together; a longer one alone, cut to `most` where its gate cannot open."""
-    spans: list[Span] = []
-    first_row = first_action = row = 0
-
-    def close(row: int, action: int) -> None:
-        if row > first_row:
-            spans.append(Span(slice(first_row, row), slice(first_action, action)))
-
-    for action, count in enumerate(tokens):
-        if row + count - first_row > most:
-            close(row, action)
-            first_row, first_action = row, action
-        row += count
-        if count > most:
-            step = count if may_open[action] else most
-            own = slice(action, action + 1)
-            spans.extend(Span(slice(i, min(i + step, row)), own) for i in range(first_row, row, step))
-            first_row, first_action = row, action + 1
-    close(row, len(tokens))
-    return spans
 
 
 class Fused:

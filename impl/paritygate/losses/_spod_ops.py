@@ -1,4 +1,4 @@
-"""What SPOD asks of rows of logits, by the fastest means there is: C++, Triton, or torch in float64 blocks.
+"""What SPOD asks of rows of logits, by the fastest means there is: C++, Triton, torch in float32 or in float64 blocks.
 
 Each is one opaque operator to torch.compile. What is known of a row are the `COLUMNS` of its statistics, float64.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _spod_rows as plain
 from ._checks import no_distribution
-from .kernels import cpu, has_triton
+from .kernels import cpu, has_triton, torch_rows
 from .kernels.cpu import COLUMNS
 
 
@@ -20,7 +20,9 @@ def engine(student: Tensor, teacher: Tensor) -> ModuleType | None:
         from .kernels import triton_rows
 
         return triton_rows if triton_rows.serves(student, teacher) else None
-    return cpu if cpu.serves(student, teacher) else None
+    if cpu.serves(student, teacher):
+        return cpu
+    return torch_rows if torch_rows.serves(student, teacher) else None
 
 
 @torch.library.custom_op("paritygate::spod_statistics", mutates_args=())
@@ -80,9 +82,10 @@ def statistics_and_gradient_(
 
     `tokens`, `success`, `weights` (A,): of each action its length, whether its episode succeeded, and 1 / (n S E).
     """
-    if engine(student, teacher) is not cpu:
+    fast = engine(student, teacher)
+    if fast not in (cpu, torch_rows):
         return None
-    return cpu.statistics_and_gradient_(out, student, teacher, actions, tokens, success, weights, tau0, floor_weight)
+    return fast.statistics_and_gradient_(out, student, teacher, actions, tokens, success, weights, tau0, floor_weight)
 
 
 def column(rows: Tensor, name: str) -> Tensor:

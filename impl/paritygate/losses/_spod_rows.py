@@ -49,3 +49,33 @@ def _gradient(student: Tensor, teacher: Tensor, actions: Tensor, weights: Weight
 def sum_by(values: Tensor, lengths: Tensor) -> Tensor:
     """Sums of consecutive `lengths` (A,) of `values` (N,), (A,) in the same order every time, on every device."""
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+
+
+class Span(NamedTuple):
+    """Rows and actions that are computed together."""
+
+    rows: slice
+    actions: slice
+
+
+def plan(tokens: list[int], may_open: list[bool], most: int) -> list[Span]:
+    """Whole actions, at most `most` rows together; a longer one alone, cut to `most` where its gate cannot open."""
+    spans: list[Span] = []
+    first_row = first_action = row = 0
+
+    def close(row: int, action: int) -> None:
+        if row > first_row:
+            spans.append(Span(slice(first_row, row), slice(first_action, action)))
+
+    for action, count in enumerate(tokens):
+        if row + count - first_row > most:
+            close(row, action)
+            first_row, first_action = row, action
+        row += count
+        if count > most:
+            step = count if may_open[action] else most
+            own = slice(action, action + 1)
+            spans.extend(Span(slice(i, min(i + step, row)), own) for i in range(first_row, row, step))
+            first_row, first_action = row, action + 1
+    close(row, len(tokens))
+    return spans

@@ -203,7 +203,7 @@ def divergence(
 
 
 def _truncated(student: Tensor, teacher: Tensor, read: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """torch finds the k-th largest of each row, the kernel all else; the buckets, few as they are, are torch's again."""
+    """torch finds the k-th largest of each row, the kernel all else; the few buckets are torch's again."""
     student, teacher = _rows(student), _rows(teacher)
     count, vocabulary = student.shape
     assert options.top_k is not None

@@ -1,0 +1,203 @@
+"""SPOD's rows on the CPU by torch in float32, where there is no compiler: a few rows at a time, in buffers used again.
+
+Maximum and sum are kept apart and sums are float64, as in rows.hpp. A gradient `p - q` is a plain difference of float32
+where either is small beside the row's largest entry; elsewhere, where what they have in common would cancel, it is
+`(p + q) tanh(r / 2)` with r = log p - log q, which keeps the digits of r.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import _spod_rows as float64
+from .cpu import COLUMNS, DTYPES
+
+BLOCK = 5 << 18  # entries of a block: its four buffers of float32 stay in a last-level cache
+CHUNK = 128  # entries of a row that are mended together
+NEAR = 0.25  # of a row's largest |p - q|: float32 is good to 1e-7 of p and q, the gradient to 3e-7 of that entry
+
+
+def serves(student: Tensor, teacher: Tensor) -> bool:
+    """Whether float32 is enough for these (N, V) logits: on the CPU, one dtype, no float64."""
+    kinds = (student.device.type, teacher.device.type, student.dtype)
+    return kinds == ("cpu", "cpu", teacher.dtype) and student.dtype in DTYPES and student.shape[1] > 0
+
+
+class Block:
+    """Some rows: exp(p - max p), exp(q - max q), the difference of the exponents, room; whole CHUNKs, 0 beyond V."""
+
+    def __init__(self, rows: int, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        wide = -(-vocabulary // CHUNK) * CHUNK
+        self.p, self.q, self.apart, self.room = (torch.zeros(rows, wide) for _ in range(4))
+        self.precise = torch.empty(rows, wide, dtype=torch.float64)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Of each row (n, V), float64."""
+        return self.precise[: len(values)].copy_(values).sum(-1)
+
+    def read(self, student: Tensor, teacher: Tensor, known: Tensor) -> None:
+        """Fill the buffers from logits (n, V) and the maxima among what is `known` of them."""
+        n, v = student.shape
+        for buffer, logits, top in ((self.p, student, known[:, 0]), (self.q, teacher, known[:, 2])):
+            if logits.dtype == torch.float32:
+                torch.sub(logits, top[:, None].float(), out=buffer[:n, :v])
+            else:
+                buffer[:n, :v].copy_(logits).sub_(top[:, None].float())
+        torch.sub(self.p[:n, :v], self.q[:n, :v], out=self.apart[:n, :v])
+        self.p[:n, :v].exp_()
+        self.q[:n, :v].exp_()
+
+    def measure(self, student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
+        """The COLUMNS of these rows, (n, 9) float64."""
+        n, v = student.shape
+        known = torch.zeros(n, len(COLUMNS), dtype=torch.float64)
+        known[:, 0], known[:, 2], known[:, 7] = student.amax(-1), teacher.amax(-1), torch.nan
+        self.read(student, teacher, known)
+        p, q = self.p[:n], self.q[:n]
+        known[:, 1], known[:, 3] = self.sums(p), self.sums(q)
+        log_p, log_q = known[:, 1].log(), known[:, 3].log()
+        cross = self.sums(torch.mul(q, self.apart[:n], out=self.room[:n]))
+        for i in (cross.isnan() & ~(log_p.isnan() | log_q.isnan())).nonzero()[:, 0].tolist():
+            cross[i] = self.cross_of_excluded(i)
+        kl = (log_p - log_q - cross / known[:, 3]).clamp(min=0.0)
+        for i in cross.isnan().nonzero()[:, 0].tolist():
+            kl[i] = float64.statistics(student[i : i + 1], teacher[i : i + 1], actions[:1] * 0)[0][0]
+        known[:, 6] = kl
+        inside = (actions >= 0) & (actions < v)  # unvalidated input may not read past the row
+        at = torch.where(inside, actions, 0)[:, None]
+        for column, logits, log_sum in ((4, student, log_p), (5, teacher, log_q)):
+            chosen = logits.gather(1, at)[:, 0].double() - known[:, column * 2 - 8] - log_sum
+            known[:, column] = torch.where(inside, chosen, torch.nan)
+        for top in (0, 2):
+            known[known[:, top] == -math.inf, top + 1] = 0.0
+        return known
+
+    def cross_of_excluded(self, i: int) -> Tensor | float:
+        """sum q (p - q) of row i, which holds -inf: its difference becomes 0 where both sides do; NaN if unknown."""
+        apart, q = self.apart[i].nan_to_num_(0.0, math.inf, -math.inf), self.q[i]
+        if bool(((q == 0) & (apart == -math.inf)).any()):
+            return math.nan  # there may be teacher mass that float32 cannot hold
+        return torch.mul(q, apart).nan_to_num_(0.0, math.inf, -math.inf).sum(dtype=torch.float64)
+
+    def differentiate(self, out: Tensor, known: Tensor, actions: Tensor, weights: float64.Weights) -> None:
+        """`kl (p - q) + floor (p - onehot)` into `out` (n, V); uses the buffers up."""
+        n, v = out.shape
+        of_kl, of_floor = weights
+        p, q, room = self.p[:n], self.q[:n], self.room[:n]
+        sum_p, sum_q = known[:, 1], known[:, 3]
+        kl, floor = bool(of_kl.any()), bool(of_floor.any())
+        if not (kl or floor):
+            out.zero_()
+            return
+        student = None if not floor else torch.mul(p, (of_floor / sum_p).float()[:, None], out=None if kl else room)
+        if kl:
+            p.mul_((of_kl / sum_p).float()[:, None])
+            q.mul_((of_kl / sum_q).float()[:, None])
+            torch.sub(p, q, out=room)
+            self.sharpen(n, (sum_p.log() - sum_q.log()).float())
+            room = room if student is None else room.add_(student)
+        idle = (of_kl == 0) & (of_floor == 0)
+        if bool(idle.any()):
+            room[idle] = 0.0
+        taken = ((of_floor != 0) & ~known[:, 4].isnan()).nonzero()[:, 0]
+        l_p, l_q = known[taken, 4], known[taken, 5]  # in float64: p - 1 of an action that is nearly sure
+        of_student = of_kl[taken] * torch.where(of_kl[taken] == 0, 0.0, l_p.exp() - l_q.exp())
+        room[taken, actions[taken]] = (of_student + of_floor[taken] * l_p.expm1()).float()
+        out.copy_(room[:, :v])
+
+    def sharpen(self, rows: int, shift: Tensor) -> None:
+        """Replace `p - q` by `(p + q) tanh(r / 2)` in every chunk where both exceed NEAR of the row's largest."""
+        gradient = self.room[:rows]
+        bound = NEAR * torch.maximum(gradient.amax(-1), -gradient.amin(-1))
+        smaller = torch.minimum(self.p[:rows], self.q[:rows], out=self.p[:rows]).view(rows, -1, CHUNK)
+        hot = (smaller.amax(-1) > bound[:, None]).flatten().nonzero()[:, 0]
+        if len(hot) == 0:
+            return
+        common, plain, apart = (x[:rows].view(-1, CHUNK).index_select(0, hot) for x in (self.p, gradient, self.apart))
+        of_row = shift[hot // smaller.shape[1], None]
+        sharp = common.mul_(2.0).add_(plain.abs_()).mul_(apart.sub_(of_row).mul_(0.5).tanh_())
+        gradient.view(-1, CHUNK).index_copy_(0, hot, sharp)
+
+
+def block_for(student: Tensor) -> tuple[Block, int]:
+    """The buffers for (N, V) logits and how many rows they hold."""
+    most = max(1, min(len(student), BLOCK // student.shape[1]))
+    return Block(most, student.shape[1]), most
+
+
+def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
+    """The COLUMNS of each row, (N, 9) float64, of (N, V) logits and (N,) int64 actions."""
+    block, most = block_for(student)
+    known = torch.empty(len(student), len(COLUMNS), dtype=torch.float64)
+    for i in range(0, len(student), most):
+        rows = slice(i, i + most)
+        known[rows] = block.measure(student[rows], teacher[rows], actions[rows])
+    return known
+
+
+def gradient_(
+    out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, rows: Tensor, coefficients: Tensor
+) -> None:
+    """out = c0 softmax(student) - c1 softmax(teacher) - c2 onehot(action); c (N, 3) float64, `out` may be `student`.
+
+    c0 is c1 + c2, as in every gradient of SPOD.
+    """
+    weights = float64.Weights(coefficients[:, 1], coefficients[:, 2])
+    _again(block_for(student)[0], out, student, teacher, actions, rows, weights)
+
+
+def _again(
+    block: Block,
+    out: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    actions: Tensor,
+    known: Tensor,
+    weights: float64.Weights,
+) -> None:
+    """The gradient of rows that are known but no longer in the buffers."""
+    most = len(block.p)
+    for i in range(0, len(student), most):
+        rows = slice(i, i + most)
+        own = float64.Weights(*(x[rows] for x in weights))
+        if any(bool(x.any()) for x in own):
+            block.read(student[rows], teacher[rows], known[rows])
+            block.apart.nan_to_num_(0.0, math.inf, -math.inf)
+        block.differentiate(out[rows], known[rows], actions[rows], own)
+
+
+def statistics_and_gradient_(
+    out: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    actions: Tensor,
+    tokens: Tensor,
+    success: Tensor,
+    weights: Tensor,
+    tau0: float,
+    floor_weight: float,
+) -> Tensor:
+    """As `cpu.statistics_and_gradient_`: rows are read once, but for a successful action that no block holds whole."""
+    from .._spod_levels import Levels, parts_of
+
+    block, most = block_for(student)
+    known = torch.empty(len(student), len(COLUMNS), dtype=torch.float64)
+    for span in float64.plan(tokens.tolist(), success.tolist(), most):
+        first, last = span.rows.start, span.rows.stop
+        pieces = [slice(i, min(i + most, last)) for i in range(first, last, most)]
+        for rows in pieces:
+            known[rows] = block.measure(student[rows], teacher[rows], actions[rows])
+        levels = Levels(tokens[span.actions], success[span.actions], weights[span.actions])
+        if last - first < int(levels.tokens.sum()):  # a piece of an action whose gate cannot open
+            of_row = levels.weights.expand(last - first)
+            own = float64.Weights(of_row, torch.zeros_like(of_row))
+        else:
+            parts = parts_of(known[span.rows], levels, tau0, floor_weight)
+            own = float64.Weights(*(x.repeat_interleave(levels.tokens) for x in (parts.of_kl, parts.of_floor)))
+        if len(pieces) == 1:
+            block.differentiate(out[span.rows], known[span.rows], actions[span.rows], own)
+        else:
+            _again(block, *(x[span.rows] for x in (out, student, teacher, actions, known)), own)
+    return known
