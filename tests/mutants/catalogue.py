@@ -1,7 +1,9 @@
 """Known mistakes as small, named edits, each with the obligation that has to go red; and edits that change nothing."""
 
-from catalogue_sdpo import ADVANTAGES, LOGITS
-from mutant import DIVERGENCE, LEVELS, ROWS, Edit, Mutant, one
+from catalogue_logit import LOGITS
+from catalogue_sdpo import ADVANTAGES
+from catalogue_spod import SPOD
+from mutant import DIVERGENCE, LEVELS, one
 
 AVERAGES = (
     one(
@@ -35,6 +37,22 @@ AVERAGES = (
         "averaging.py",
         ".to(result_dtype(values))",
         ".to(values.dtype)",
+    ),
+    one(
+        "actions-counted-in-tokens",
+        "S counted in tokens: an episode's long actions weigh it down",
+        "averaging/value",
+        "averaging.py",
+        "lengths(episode_index, None)",
+        "lengths(episode_index[action_index], None)",
+    ),
+    one(
+        "average-in-half",
+        "products and sum in the half precision of the input",
+        "averaging/value",
+        "averaging.py",
+        "(values.double() * weights).sum()",
+        "(values * weights.to(values.dtype)).sum()",
     ),
 )
 
@@ -71,6 +89,16 @@ GRPO = (
         "grpo.py",
         "centred = group - group[..., :1]",
         "centred = group",
+    ),
+    one(
+        "leave-one-out",
+        "the mean of the others for the mean of the group (RLOO)",
+        "grpo/value",
+        "grpo.py",
+        "centred = group - group[..., :1]\n    return centred - centred.mean(dim=-1, keepdim=True)",
+        "centred = group - group[..., :1]\n"
+        "    size = group.shape[-1]\n"
+        "    return (centred - centred.mean(dim=-1, keepdim=True)) * (size / max(size - 1, 1))",
     ),
 )
 
@@ -124,180 +152,29 @@ POLICY_GRADIENT = (
         "0.0, -_ratio(new.detach(), old, weight) * weight)",
         "0.0, _ratio(new.detach(), old, weight) * weight)",
     ),
-)
-
-
-KL_KEPT: tuple[Edit, ...] = (
-    (
-        LEVELS,
-        "kl = torch.where(gate, 0.0, rows.sum_by(row_kl, tokens) / tokens)",
-        "kl = rows.sum_by(row_kl, tokens) / tokens",
-    ),
-    (
-        LEVELS,
-        "torch.where(parts.gate, batch.floor_weight * parts.floor, parts.kl)",
-        "parts.kl + batch.floor_weight * parts.floor",
-    ),
-)
-
-SPOD = (
     one(
-        "gate-per-token",
-        "the gate decided per token instead of per action",
-        "spod/gate",
-        LEVELS,
-        "gate = success & (rows.sum_by(row_teacher - row_student, tokens) < 0)",
-        "gate = success & (rows.sum_by(((row_teacher - row_student) < 0).double(), tokens) > 0)",
+        "ratio-truncated",
+        "the importance ratio truncated at 2",
+        "policy_gradient/value",
+        "policy_gradient.py",
+        "new.double() - old).exp()",
+        "new.double() - old).exp().clamp(max=2.0)",
     ),
     one(
-        "gate-at-a-tie",
-        "`<=` instead of `<`: a tie is protected",
-        "spod/gate",
-        LEVELS,
-        "rows.sum_by(row_teacher - row_student, tokens) < 0)",
-        "rows.sum_by(row_teacher - row_student, tokens) <= 0)",
+        "ratio-in-half",
+        "the log-ratio taken in the dtype of the input",
+        "policy_gradient/value",
+        "policy_gradient.py",
+        "new.double() - old).exp()",
+        "(new - old.to(new.dtype)).double()).exp()",
     ),
     one(
-        "gate-without-success",
-        "the gate without the episode's success",
-        "spod/gate",
-        LEVELS,
-        "gate = success & (",
-        "gate = (success | ~success) & (",
-    ),
-    one(
-        "gate-inverted",
-        "the teacher's higher probability protects",
-        "spod/gate",
-        LEVELS,
-        "rows.sum_by(row_teacher - row_student, tokens) < 0)",
-        "rows.sum_by(row_student - row_teacher, tokens) < 0)",
-    ),
-    one(
-        "gate-at-a-temperature",
-        "temperature-scaled probabilities in the gate",
-        "spod/gate",
-        ROWS,
-        "log_q.gather(1, picked)[:, 0]))",
-        "(teacher[start:stop].double() / 1.5).log_softmax(-1).gather(1, picked)[:, 0]))",
-    ),
-    Mutant("kl-kept-when-protected", "the KL kept at protected actions and the floor added", "spod/loss", KL_KEPT),
-    Mutant("negative-control-passes", "the source's negative control taken for SPOD", "spod/negative_control", KL_KEPT),
-    one(
-        "kl-gradient-kept-when-protected",
-        "the KL's gradient kept at protected actions",
-        "spod/gradient",
-        LEVELS,
-        "of_kl = torch.where(gate, 0.0, weights)",
-        "of_kl = weights",
-    ),
-    one(
-        "floor-without-n",
-        "the floor without 1/n",
-        "spod/parts",
-        LEVELS,
-        "(math.log(tau0) - l_p).clamp(min=0.0) / tokens, 0.0)",
-        "(math.log(tau0) - l_p).clamp(min=0.0), 0.0)",
-    ),
-    one(
-        "floor-of-the-mean",
-        "the floor on the mean log-probability instead of the sum",
-        "spod/parts",
-        LEVELS,
-        "(math.log(tau0) - l_p).clamp(min=0.0) / tokens, 0.0)",
-        "(math.log(tau0) - l_p / tokens).clamp(min=0.0) / tokens, 0.0)",
-    ),
-    one(
-        "floor-is-no-floor",
-        "no relu: probability above tau0 is pushed down",
-        "spod/parts",
-        LEVELS,
-        ".clamp(min=0.0) / tokens, 0.0)",
-        ".clamp(min=-1e9) / tokens, 0.0)",
-    ),
-    one(
-        "floor-gradient-above",
-        "the floor's gradient above the floor",
-        "spod/gradient",
-        LEVELS,
-        "torch.where(gate & (l_p < math.log(tau0)), floor_weight * weights, 0.0)",
-        "torch.where(gate, floor_weight * weights, 0.0)",
-    ),
-    one(
-        "end-token-left-out",
-        "the last token of each action left out of its log-probability",
-        "spod/parts",
-        LEVELS,
-        "l_p, l_q = rows.sum_by(row_student, tokens), rows.sum_by(row_teacher, tokens)",
-        "last = tokens.cumsum(0) - 1\n"
-        "    row_student, row_teacher = row_student.index_fill(0, last, 0.0), row_teacher.index_fill(0, last, 0.0)\n"
-        "    l_p, l_q = rows.sum_by(row_student, tokens), rows.sum_by(row_teacher, tokens)",
-    ),
-    one(
-        "branch-not-accumulated",
-        "one branch of the loss not divided for accumulation (TRL #4935)",
-        "spod/gradient",
-        LEVELS,
-        "floor_weight * weights, 0.0)",
-        "floor_weight, 0.0)",
-    ),
-    one(
-        "floor-weight-twice",
-        "lambda counted in the reported floor",
-        "spod/parts",
-        LEVELS,
-        "floor = torch.where(gate, (math.log(tau0)",
-        "floor = torch.where(gate, floor_weight * (math.log(tau0)",
-    ),
-    one(
-        "spod-kl-swapped",
-        "reverse KL at unprotected actions",
-        "spod/parts",
-        ROWS,
-        "kl_divergence(log_q, log_p)",
-        "kl_divergence(log_p, log_q)",
-    ),
-    one(
-        "spod-tau0-ignored",
-        "the floor at probability one whatever tau0",
-        "spod/parts",
-        LEVELS,
-        "floor = torch.where(gate, (math.log(tau0) - l_p)",
-        "floor = torch.where(gate, (0.0 - l_p)",
-    ),
-    one(
-        "service-floor-on-all",
-        "on a service, the floor's weight on protected actions above it too",
-        "spod/service_weights",
-        "_spod_service.py",
-        "torch.where(floored[action_index]",
-        "torch.where(gate[action_index]",
-    ),
-    one(
-        "padding-leaks",
-        "padding leaks into averages: every padded action counts",
-        "spod/padded",
-        "spod.py",
-        "real = read.any(-1)",
-        "read = read | read.roll(1, -1)\n    real = read.any(-1)",
-    ),
-    one(
-        "in-place-reads-back",
-        "in place, the gradient made before the statistics",
-        "spod/in_place",
-        "spod.py",
-        "        levels = levels_of(batch)\n        known = ops.statistics_and_gradient_(",
-        "        levels = levels_of(batch)\n"
-        "        out.detach().zero_()\n"
-        "        known = ops.statistics_and_gradient_(",
-    ),
-    one(
-        "fused-mixes-heads",
-        "the student's head for the teacher's hidden states",
-        "spod/fused",
-        "spod.py",
-        "(teacher_hidden.detach(), teacher_head.detach())",
-        "(teacher_hidden.detach(), student_head.detach())",
+        "whitened",
+        "advantages whitened over the batch",
+        "policy_gradient/value",
+        "policy_gradient.py",
+        '    same_shape("importance_sampling_loss"',
+        '    weight = torch.where(weight == 0, 0.0, weight - weight.mean())\n    same_shape("importance_sampling_loss"',
     ),
 )
 
@@ -360,6 +237,14 @@ HARMLESS = (
         "_distributions.py",
         "CHUNK = 1 << 21",
         "CHUNK = 1",
+    ),
+    one(
+        "gate-of-the-mean",
+        "the gate on mean log-probabilities: n > 0 turns no sign",
+        "spod",
+        LEVELS,
+        "(rows.sum_by(row_teacher - row_student, tokens) < 0)",
+        "(rows.sum_by(row_teacher - row_student, tokens) / tokens < 0)",
     ),
 )
 

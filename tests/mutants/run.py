@@ -67,14 +67,14 @@ def mutate(mutant: Mutant, folder: Path) -> None:
 
 
 def cases(function: Callable[..., None]) -> Iterator[dict[str, Any]]:
-    """The arguments that its parametrize marks give a test."""
+    """The arguments that its parametrize marks give a test, float64 first: in it torch computes, and no kernel."""
     axes = []
     for mark in getattr(function, "pytestmark", []):
         if mark.name == "parametrize":
             names = [mark.args[0]] if isinstance(mark.args[0], str) else list(mark.args[0])
             axes.append([dict(zip(names, v if len(names) > 1 else [v], strict=True)) for v in mark.args[1]])
-    for combination in itertools.product(*axes):
-        yield {key: value for part in combination for key, value in part.items()}
+    found = [{key: value for part in c for key, value in part.items()} for c in itertools.product(*axes)]
+    yield from sorted(found, key=lambda arguments: arguments.get("dtype") != "float64")
 
 
 def tests_of(obligations: Sequence[str]) -> Iterator[tuple[Callable[..., None], frozenset[str]]]:

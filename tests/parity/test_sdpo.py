@@ -218,6 +218,30 @@ def test_logit_loss_of_a_large_vocabulary(losses: Any, device: str, dtype: str, 
     holds()
 
 
+def two_and_a_tail(kept: float, tail: float) -> np.ndarray:
+    """Logits (1, 1, 5): two entries that share 1 - tail, the first with `kept` of it, and three that share the tail."""
+    masses = np.array([kept * (1 - tail), (1 - kept) * (1 - tail), 0.5 * tail, 0.3 * tail, 0.2 * tail])
+    with np.errstate(divide="ignore"):
+        return np.log(masses)[None, None]
+
+
+@pytest.mark.obligation("sdpo/logit_loss", "sdpo/logit_gradient", "sdpo/oracle")
+@pytest.mark.parametrize("divergence", reference.DIVERGENCES)
+def test_tails_around_the_cap(losses: Any, device: str, divergence: str) -> None:
+    """A tail under 1e-7 is held there and has no gradient: the kept then sum to less than 1, and a KL's +1 shows."""
+    options = {"divergence": divergence, "mixture": 0.3, "top_k": 2, "tail": True}
+    tails = (0.0, 1e-9, 5e-8, 1.1e-7, 1e-3)
+    for own, others in itertools.product(tails, tails[::2]):
+        student, teacher, read = two_and_a_tail(0.7, own), two_and_a_tail(0.4, others), np.ones((1, 1), dtype=np.int64)
+        check_logit_case(losses, device, LogitCase("float64", "ordinary", student, teacher, read, None, options))
+        value, slopes = oracle.logit_rows(student, teacher, read == 1, options)[0, 0]
+        about = {"dtype": "float64", "oracle": "mpmath", "where": f"{divergence}, tails {own:g} and {others:g}"}
+        expected = reference.logit_loss(student, teacher, read, **options)
+        compare("sdpo/oracle", expected, oracle.as_floats(value), **about)
+        gradient = reference.logit_loss_grad(student, teacher, read, **options)
+        compare("sdpo/oracle", gradient[0, 0], oracle.as_floats(slopes), **about)
+
+
 @pytest.mark.obligation("sdpo/oracle")
 @pytest.mark.parametrize("regime", REGIMES)
 def test_reference_against_sixty_digits(regime: str) -> None:
