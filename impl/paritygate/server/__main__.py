@@ -25,9 +25,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help=THREADS)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the frozen weights (default float32)")
     args = parser.parse_args(argv)
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        signal.signal(number, lambda *_: sys.exit(0))  # building or loading a model can take a minute
     stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
     try:
         running = start(
             args.model,
@@ -40,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     except ParityGateError as error:
         print(f"paritygate.server: {error}", file=sys.stderr)
         return error.exit_code
+    for number in signals:
+        signal.signal(number, lambda *_: stopped.set())
     ready = {
         "base_url": running.base_url,
         "api_key": running.api_key,

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from paritygate.server.limits import RequestError
 from paritygate.server.promises import Promise
 from paritygate.server.service import Service
 
+_LOG = logging.getLogger("uvicorn.error")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -43,7 +45,10 @@ def build_app(service: Service, api_key: str) -> Starlette:
 async def _reap(service: Service) -> None:
     while True:
         await asyncio.sleep(min(5.0, service.limits.session_seconds / 4))
-        service.reap()
+        try:
+            service.reap()
+        except Exception:  # the next round may succeed; without rounds nothing would ever be freed
+            _LOG.exception("freeing what vanished clients left")
 
 
 def _guarded(handler: Handler, api_key: str) -> Handler:
@@ -55,6 +60,9 @@ def _guarded(handler: Handler, api_key: str) -> Handler:
             return await handler(request)
         except RequestError as error:
             return _problem(str(error), error.status)
+        except Exception as error:
+            _LOG.exception("%s %s", request.method, request.url.path)
+            return _problem(f"a bug of the server: {type(error).__name__}: {error}", 500)
 
     return guarded
 

@@ -50,6 +50,16 @@ class Fields:
             raise RequestError(f"{self.where}.{name} must be true or false, found {value!r}", 422)
         return value
 
+    def strings(self, name: str) -> dict[str, str] | None:
+        """An object of strings that can be sent back; None where the field is absent."""
+        value = self.data.get(name)
+        if value is None:
+            return None
+        items = list(cast(dict[str, object], value).items()) if isinstance(value, dict) else [("", None)]
+        if not all(isinstance(text, str) and _is_unicode(key + text) for key, text in items):
+            raise RequestError(f"{self.where}.{name} must be an object of strings", 422)
+        return cast(dict[str, str], value)
+
     def child(self, name: str) -> "Fields":
         return Fields(self.data.get(name), f"{self.where}.{name}")
 
@@ -58,6 +68,11 @@ class Fields:
         if not isinstance(value, list):
             raise RequestError(f"{self.where}.{name} must be a list, found {type(value).__name__}", 422)
         return cast(list[object], value)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be encoded: JSON may hold half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def check_tokens(tokens: np.ndarray, shape: Shape, where: str) -> "list[int]":
@@ -79,8 +94,8 @@ def dense_rows(
     values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: tuple[int, ...], fill: int, where: str
 ) -> np.ndarray:
     """Lay out a CSR matrix; RequestError where its indices do not describe one of that shape."""
-    if len(shape) != 2 or shape[0] * shape[1] > 2**28:
-        raise RequestError(f"{where}: sparse values need a two-axis shape of at most 2^28 cells, found {list(shape)}")
+    if len(shape) != 2 or shape[0] * shape[1] > 2**25:
+        raise RequestError(f"{where}: sparse values need a two-axis shape of at most 2^25 cells, found {list(shape)}")
     good = (
         rows.size == shape[0] + 1
         and (rows.size == 0 or (rows[0] == 0 and rows[-1] == values.size))

@@ -59,6 +59,19 @@ class Network:
             layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
         self._compare_with_its_own_attention()
 
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype = torch.float32) -> "Network":
+        """The network of a folder that anybody may have written: BadInputError, in one line, for what cannot be."""
+        try:
+            return cls(folder, dtype)
+        except BadInputError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise BadInputError(
+                f"--model {folder}: transformers cannot load it ({type(error).__name__}: {reason})"
+            ) from error
+
     def _compare_with_its_own_attention(self) -> None:
         """BadInputError unless packed rows give what the model gives by itself: no list of features can promise it."""
         length = min(32, self.shape.context)

@@ -66,7 +66,7 @@ def start(
     Port 0 takes a free one; no key makes one; no `state_dir` keeps saved states in a folder that goes with the server.
     One CPU thread runs the model unless `threads` says more. With the compiled kernels (products.py) their number
     changes no bit of a sample or logprob; without a compiler it may, and so may batching at more than one.
-    Raises BadInputError for an unusable model, key, dtype or port.
+    Raises BadInputError for an unusable model, key, dtype, port or state folder.
     """
     from paritygate.server import models
 
@@ -79,6 +79,7 @@ def start(
     listener = _listen(port)
     scratch = None if state_dir is not None else Path(tempfile.mkdtemp(prefix="paritygate-server-"))
     try:
+        folder = scratch or _writable(Path(str(state_dir)))
         source = models.resolve(model)
         # Only now: importing torch and transformers takes seconds, and a mistyped argument should not.
         import torch
@@ -90,9 +91,9 @@ def start(
         from paritygate.server.service import Service
         from paritygate.server.store import Store
 
-        network = Network(source.folder, getattr(torch, dtype))
+        network = Network.load(source.folder, getattr(torch, dtype))
         engine = Engine(network, limits, _tokenizer(source.folder), threads)
-        service = Service(engine, Store(scratch or Path(str(state_dir))), limits, source.name)
+        service = Service(engine, Store(folder), limits, source.name)
         config = uvicorn.Config(
             build_app(service, key), log_level="error", lifespan="on", timeout_graceful_shutdown=5, loop="asyncio"
         )
@@ -126,10 +127,21 @@ def _listen(port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
+        listener.listen(128)  # bound alone, the port could be bound again before this server has started
     except (OSError, OverflowError) as error:
         listener.close()
         raise BadInputError(f"--port {port}: cannot listen on 127.0.0.1 ({error})") from error
     return listener
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"room")
+    except OSError as error:
+        raise BadInputError(f"--state {folder}: nothing can be saved there ({error})") from error
+    return folder
 
 
 def _tokenizer(folder: Path) -> Any:

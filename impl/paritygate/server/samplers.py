@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from paritygate.server.engine import Engine
 from paritygate.server.fields import Fields
 from paritygate.server.jobs import SampleJob
@@ -88,7 +90,7 @@ class Samplers:
 
     def check_base(self, name: str) -> None:
         """RequestError (404) unless `name` is the model that this server has."""
-        if name.split(":", maxsplit=1)[0] != self.model_name:
+        if self.model_name not in (name, name.split(":", maxsplit=1)[0]):
             raise RequestError(f"base_model {name!r} is not served here; this server has {self.model_name!r}", 404)
 
     def sample(self, sampler: Sampler, body: Fields, raw: bytes) -> Promise:
@@ -98,7 +100,8 @@ class Samplers:
             promise, before = sampler.promises[seq]
             if before != digest(raw):
                 raise RequestError(f"{sampler.id}: seq_id {seq} was used before for another request", 422)
-            return promise
+            if not self.promises.gone(promise.id):  # else its client was told to send it again
+                return promise
         shape = self.engine.network.shape
         prompt = decode_prompt(body, shape)
         params = decode_sampling_params(body, prompt, shape, secrets.randbits(63))
@@ -157,7 +160,10 @@ class Samplers:
             if sampler.snapshot is None or not sampler.snapshot.pairs:
                 continue
             if sampler.model_path is None:
-                sampler.spilled = self.store.spill(sampler.snapshot, uuid.uuid4().hex)
+                try:
+                    sampler.spilled = self.store.spill(sampler.snapshot, uuid.uuid4().hex)
+                except (OSError, SafetensorError):  # no room on disk either: memory holds what it must
+                    return
             sampler.snapshot = None
             if not any(s.version == sampler.version and s.snapshot is not None for s in self._samplers.values()):
                 total -= held[sampler.version]

@@ -30,8 +30,7 @@ class Service:
     # ------------------------------------------------------------------ sessions
 
     def create_session(self, body: Fields) -> dict[str, Any]:
-        metadata = body.data.get("user_metadata")
-        session = self.sessions.create(metadata if isinstance(metadata, dict) else None)
+        session = self.sessions.create(body.strings("user_metadata"))
         return {"type": "create_session", "session_id": session.id}
 
     def heartbeat(self, body: Fields) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import time
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
 
 from paritygate.server.limits import RequestError
 
@@ -15,7 +14,7 @@ class Session:
 
     id: str
     seen: float
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, str] | None = None
 
 
 @dataclass
@@ -26,7 +25,7 @@ class Sessions:
     live: dict[str, Session] = field(default_factory=dict[str, Session])
     finished: "OrderedDict[str, None]" = field(default_factory=OrderedDict[str, None])
 
-    def create(self, user_metadata: dict[str, Any] | None) -> Session:
+    def create(self, user_metadata: dict[str, str] | None) -> Session:
         if len(self.live) >= self.limit:
             raise RequestError(f"{self.limit} sessions are open, which is this server's limit; finish some")
         session = Session(str(uuid.uuid4()), time.monotonic(), user_metadata)

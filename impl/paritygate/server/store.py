@@ -1,5 +1,6 @@
 """Saved states and sampler weights: safetensors and one JSON file a checkpoint, in a folder that names cannot leave."""
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from paritygate.server.limits import RequestError
 from paritygate.server.lora import Adapter, LoraSpec, Snapshot, Target
 from paritygate.server.products import FrozenLinear
 
+ABANDONED_SECONDS = 3600.0
 Kind = Literal["weights", "sampler_weights"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,255}")
@@ -65,6 +67,10 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self.spilled = folder / f".spilled-{os.getpid()}"
+        for left in folder.glob(".spilled-*"):  # by servers that were killed
+            if not _alive(left.name.removeprefix(".spilled-")):
+                shutil.rmtree(left, ignore_errors=True)
 
     def parse(self, path: str) -> tuple[str, Kind, str]:
         """Split tinker://RUN/weights|sampler_weights/NAME; RequestError for anything else."""
@@ -96,10 +102,10 @@ class Store:
             raise RequestError(
                 f"a checkpoint named {name!r} exists in {run}/{kind}; pass overwrite=True or another name"
             )
-        now, spec = time.time(), adapter.spec
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
+        now, spec, scratch = time.time(), adapter.spec, None
         try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
             save_file({n: p.detach().contiguous() for n, p in adapter.parameters()}, scratch / "adapter.safetensors")
             if kind == "weights" and adapter.moments:
                 save_file(_moments(adapter), scratch / "optimizer.safetensors")
@@ -111,12 +117,15 @@ class Store:
             )  # fmt: skip
             (scratch / "checkpoint.json").write_text(json.dumps(asdict(checkpoint), indent=1) + "\n")
             if folder.exists():
-                old = Path(tempfile.mkdtemp(prefix=".old-", dir=folder.parent))
-                os.replace(folder, old / "checkpoint")
-                shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(_old(folder), ignore_errors=True)
+                os.replace(folder, _old(folder))
             os.replace(scratch, folder)
+            shutil.rmtree(_old(folder), ignore_errors=True)
+        except (OSError, SafetensorError) as error:
+            raise RequestError(f"checkpoint {run}/{kind}/{name} could not be written ({error})", 507) from error
         finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            if scratch is not None:
+                shutil.rmtree(scratch, ignore_errors=True)
         return checkpoint
 
     def writer(
@@ -127,9 +136,7 @@ class Store:
         name = check_name(name) if name is not None else f"{seq or 0:06d}"
         ttl = body.optional_integer("ttl_seconds", low=1, high=315_576_000)
         overwrite = body.flag("overwrite", kind == "sampler_weights")
-        metadata = body.data.get("user_metadata")
-        if metadata is not None and not isinstance(metadata, dict):
-            raise RequestError("body.user_metadata must be an object of strings", 422)
+        metadata = body.strings("user_metadata")
 
         def write(adapter: Adapter) -> Checkpoint:
             return self.save(
@@ -141,12 +148,18 @@ class Store:
     def find(self, path: str) -> Checkpoint:
         """The checkpoint of that path; RequestError (404) if there is none or it has expired."""
         run, kind, name = self.parse(path)
+        if not self._folder(run, kind, name).exists():
+            with contextlib.suppress(OSError):  # a server was killed while it overwrote this checkpoint
+                os.replace(_old(self._folder(run, kind, name)), self._folder(run, kind, name))
         file = self._folder(run, kind, name) / "checkpoint.json"
         try:
-            checkpoint = Checkpoint(**json.loads(file.read_text()))
-        except FileNotFoundError:
+            # Where it lies decides its name: somebody may have renamed or copied the folder.
+            data: dict[str, Any] = dict(json.loads(file.read_text()))
+            checkpoint = Checkpoint(**(data | {"run": run, "kind": kind, "name": name}))
+            _check(checkpoint)
+        except (FileNotFoundError, NotADirectoryError):
             raise RequestError(f"there is no checkpoint {path}", 404) from None
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OSError) as error:
             raise RequestError(f"checkpoint {path} cannot be read: {error}", 500) from error
         if checkpoint.expires is not None and checkpoint.expires <= time.time():
             shutil.rmtree(file.parent, ignore_errors=True)
@@ -195,12 +208,16 @@ class Store:
         return sorted(found, key=lambda c: c.created)
 
     def sweep(self) -> None:
-        """Delete what has expired."""
+        """Delete what has expired, and what killed servers had begun to save."""
         self.listed()
+        for scratch in self.folder.glob("*/*/.saving-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - scratch.stat().st_mtime > ABANDONED_SECONDS:
+                    shutil.rmtree(scratch)
 
     def spill(self, snapshot: Snapshot, name: str) -> Path:
         """Write frozen weights to a scratch file that `unspill` reads back."""
-        path = self.folder / ".spilled" / f"{name}.safetensors"
+        path = self.spilled / f"{name}.safetensors"
         path.parent.mkdir(exist_ok=True)
         tensors: dict[str, Tensor] = {}
         for target, (a, b, scale) in snapshot.pairs.items():
@@ -213,9 +230,12 @@ class Store:
         return path
 
     def unspill(self, path: Path, version: str) -> Snapshot:
-        """Read spilled weights and delete their file."""
-        tensors = load_file(path)
-        path.unlink()
+        """Read spilled weights and delete their file; RequestError (500) if they are gone."""
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise RequestError(f"this sampler's weights, moved to {path}, cannot be read ({error})", 500) from error
+        path.unlink(missing_ok=True)
         names = [name.removesuffix("|A") for name in tensors if name.endswith("|A")]
         pairs = {
             n: (FrozenLinear(tensors[f"{n}|A"]), FrozenLinear(tensors[f"{n}|B"]), float(tensors[f"{n}|scale"]))
@@ -248,6 +268,36 @@ def check_name(name: str) -> str:
             "or a digit"
         )
     return name
+
+
+def _old(folder: Path) -> Path:
+    """Where a checkpoint stands aside while it is overwritten."""
+    return folder.parent / f".old-{folder.name}"
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "base_model": (str,), "rank": (int,), "seed": (int,), "attn": (bool,), "mlp": (bool,), "unembed": (bool,),
+    "steps": (int,), "created": (float,), "expires": (float, type(None)), "user_metadata": (dict, type(None)),
+    "size_bytes": (int,),
+}  # fmt: skip
+
+
+def _check(checkpoint: Checkpoint) -> None:
+    """TypeError unless every field has its type: the file may be anybody's."""
+    for name, types in _TYPES.items():
+        value = getattr(checkpoint, name)
+        if type(value) not in types:
+            raise TypeError(f"{name} is {value!r}")
 
 
 def _moments(adapter: Adapter) -> dict[str, Tensor]:

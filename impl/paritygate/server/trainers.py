@@ -35,8 +35,6 @@ class Model:
     id: str
     session: str
     spec: LoraSpec
-    user_metadata: dict[str, Any] | None
-    created: float
     adapter: Adapter | None = None
     next_seq: int = 1
     promises: dict[int, tuple[Promise, bytes]] = field(default_factory=dict[int, tuple[Promise, bytes]])
@@ -116,8 +114,7 @@ class Trainers:
             raise RequestError(
                 f"{self.limits.adapters} models are alive, which is this server's limit; finish a session"
             )
-        metadata = body.data.get("user_metadata")
-        model = Model(model_id, session, spec, metadata if isinstance(metadata, dict) else None, time.time())
+        model = Model(model_id, session, spec)
         self.models[model_id] = model
         return model
 

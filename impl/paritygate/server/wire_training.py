@@ -1,5 +1,6 @@
 """forward_backward and optim_step on the wire of tinker 0.38.0: protobuf and JSON in, checked values out, and back."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,7 +128,7 @@ def _tensor(message: "pb.Tensor", where: str, *, integers: bool) -> np.ndarray:
         return dense_rows(values, rows, columns, shape, 0, where).astype(np.int64 if integers else np.float32)
     values = _array(message.dense, dtype, where)
     shape = shape or (values.size,)
-    if int(np.prod(shape)) != values.size:
+    if math.prod(shape) != values.size:
         raise RequestError(f"{where}: {values.size} values do not fill shape {list(shape)}")
     return values.reshape(shape).astype(np.int64 if integers else np.float32)
 
