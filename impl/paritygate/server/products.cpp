@@ -17,20 +17,18 @@ static constexpr int64_t DEPTH = 256;        // terms of a sum before it is adde
 static constexpr int64_t BLOCK = 64;         // keys of the attention before theirs is
 static constexpr int64_t ROWS = 96;          // rows of a linear layer that share a panel of weights
 static constexpr int64_t QUERIES = 4 * TILE;
-static constexpr int64_t AHEAD = 2048;       // numbers of a panel that are asked for before they are needed
 
 static inline Vec broadcast(float x) { return x - Vec{}; }  // unlike `splat` it costs no addition
 
 // c (R, N * WIDTH) = a (R, depth) times b (depth, N * WIDTH); with `more` it is added to c.
 template <class D, int R, int N>
 static inline __attribute__((always_inline)) void tile(const float* a, int64_t a_row, const typename D::Storage* b,
-                                                       int64_t b_row, float* c, int64_t c_row, int64_t depth, bool more,
-                                                       bool ahead) {
+                                                       int64_t b_row, float* c, int64_t c_row, int64_t depth,
+                                                       bool more) {
     Vec sums[R][N] = {};
     for (int64_t k = 0; k < depth; k++) {
         Vec columns[N];
         UNROLL for (int n = 0; n < N; n++) columns[n] = load<D>(b + k * b_row + n * WIDTH);
-        if (ahead) __builtin_prefetch(b + k * b_row + AHEAD);
         UNROLL for (int r = 0; r < R; r++) {
             Vec x = broadcast(a[r * a_row + k]);
             UNROLL for (int n = 0; n < N; n++) sums[r][n] = x * columns[n] + sums[r][n];
@@ -44,14 +42,14 @@ static inline __attribute__((always_inline)) void tile(const float* a, int64_t a
 
 template <class D, int N>
 static void tiles(const float* a, int64_t a_row, const typename D::Storage* b, int64_t b_row, float* c, int64_t c_row,
-                  int64_t rows, int64_t depth, bool more, bool ahead) {
+                  int64_t rows, int64_t depth, bool more) {
     auto take = [&](auto run, int64_t count) {
         while (rows >= count) {
             run();
-            a += count * a_row, c += count * c_row, rows -= count, ahead = false;
+            a += count * a_row, c += count * c_row, rows -= count;
         }
     };
-#define TAKE(R) take([&] { tile<D, R, N>(a, a_row, b, b_row, c, c_row, depth, more, ahead); }, R)
+#define TAKE(R) take([&] { tile<D, R, N>(a, a_row, b, b_row, c, c_row, depth, more); }, R)
     TAKE(TILE);
     TAKE(6);
     TAKE(4);
@@ -93,8 +91,7 @@ static void linear_of(const Linear& x) {
             for (int64_t k = 0; k < x.inputs; k += DEPTH)
                 tiles<D, 2>(x.rows + first * x.inputs + k, x.inputs,
                             (const typename D::Storage*)x.weight + (panel * x.inputs + k) * PANEL, PANEL,
-                            x.out + first * columns + panel * PANEL, columns, count, std::min(DEPTH, x.inputs - k), k > 0,
-                            true);
+                            x.out + first * columns + panel * PANEL, columns, count, std::min(DEPTH, x.inputs - k), k > 0);
     });
 }
 
@@ -122,11 +119,39 @@ static void append(const Strided& fresh, float* cache, const Span& span, int64_t
                     dim * sizeof(float));
 }
 
+// Four keys by four dimensions, turned.
+static inline void turn_square(const float* from, int64_t from_row, float* to, int64_t to_row) {
+    typedef float Four __attribute__((vector_size(16)));
+    Four rows[4];
+    for (int i = 0; i < 4; i++) std::memcpy(&rows[i], from + i * from_row, sizeof rows[i]);
+#if __has_builtin(__builtin_shufflevector)
+    Four low = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5), high = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7);
+    Four more = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5), last = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
+    rows[0] = __builtin_shufflevector(low, more, 0, 1, 4, 5), rows[1] = __builtin_shufflevector(low, more, 2, 3, 6, 7);
+    rows[2] = __builtin_shufflevector(high, last, 0, 1, 4, 5), rows[3] = __builtin_shufflevector(high, last, 2, 3, 6, 7);
+    for (int i = 0; i < 4; i++) std::memcpy(to + i * to_row, &rows[i], sizeof rows[i]);
+#else
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) to[i * to_row + j] = rows[j][i];
+#endif
+}
+
 // Keys (end, dim) as panels (dim, PANEL), zeros after the last.
 static void turn(const float* keys, int64_t end, int64_t dim, float* panels) {
     for (int64_t first = 0; first < end; first += PANEL, panels += dim * PANEL)
-        for (int64_t j = 0; j < PANEL; j++)
-            for (int64_t d = 0; d < dim; d++) panels[d * PANEL + j] = first + j < end ? keys[(first + j) * dim + d] : 0;
+        for (int64_t j = 0; j < PANEL; j += 4)
+            for (int64_t d = 0; d < dim; d += 4) {
+                float *to = panels + d * PANEL + j;
+                if (first + j + 4 <= end) {
+                    turn_square(keys + (first + j) * dim + d, dim, to, PANEL);
+                    continue;
+                }
+                for (int64_t i = 0; i < 4; i++)
+                    for (int64_t k = 0; k < 4; k++) {
+                        int64_t key = first + j + k;
+                        to[i * PANEL + k] = key < end ? keys[key * dim + d + i] : 0;
+                    }
+            }
 }
 
 // Scores of the first `length` keys become weights, up to their sum, which is returned; those after up to `reach` zero.
@@ -152,8 +177,9 @@ static void attend_one(const Attention& x, const Span& span, int64_t head) {
     const int64_t group = x.heads / x.kv_heads, end = span.start + span.count, dim = x.dim;
     const int64_t room = (end + BLOCK - 1) / BLOCK * BLOCK, all = span.count * group;
     static thread_local std::vector<float> panels, scores, queries, mixed;
-    panels.resize(room * dim), scores.resize(QUERIES * room), queries.resize(QUERIES * dim), mixed.resize(QUERIES * dim);
-    turn(keys, end, dim, panels.data());
+    const bool once = all <= QUERIES;  // then a panel is turned when it is needed, and stays in the cache
+    panels.resize((once ? PANEL : room) * dim), scores.resize(QUERIES * room), queries.resize(QUERIES * dim), mixed.resize(QUERIES * dim);
+    if (!once) turn(keys, end, dim, panels.data());
     for (int64_t first = 0; first < all; first += QUERIES) {
         int64_t count = std::min(QUERIES, all - first), reach = span.start + (first + count - 1) / group + 1;
         for (int64_t i = 0; i < count; i++) {
@@ -161,9 +187,11 @@ static void attend_one(const Attention& x, const Span& span, int64_t head) {
             const float* from = x.queries.at + own * x.queries.head + row * x.queries.row;
             for (int64_t d = 0; d < dim; d++) queries[i * dim + d] = from[d] * x.scale;
         }
-        for (int64_t key = 0; key < reach; key += PANEL)
-            tiles<Float32, 2>(queries.data(), dim, panels.data() + key * dim, PANEL, scores.data() + key, room, count, dim,
-                              false, false);
+        for (int64_t key = 0; key < reach; key += PANEL) {
+            if (once) turn(keys + key * dim, std::min(PANEL, end - key), dim, panels.data());
+            tiles<Float32, 2>(queries.data(), dim, panels.data() + (once ? 0 : key * dim), PANEL, scores.data() + key, room,
+                              count, dim, false);
+        }
         float sums[QUERIES];
         for (int64_t i = 0; i < count; i++)
             sums[i] = weigh(scores.data() + i * room, span.start + (first + i) / group + 1, reach);
@@ -171,10 +199,10 @@ static void attend_one(const Attention& x, const Span& span, int64_t head) {
             int64_t depth = std::min(BLOCK, reach - key), d = 0;
             for (; d + PANEL <= dim; d += PANEL)
                 tiles<Float32, 2>(scores.data() + key, room, values + key * dim + d, dim, mixed.data() + d, dim, count,
-                                  depth, key > 0, false);
+                                  depth, key > 0);
             for (; d < dim; d += WIDTH)
                 tiles<Float32, 1>(scores.data() + key, room, values + key * dim + d, dim, mixed.data() + d, dim, count,
-                                  depth, key > 0, false);
+                                  depth, key > 0);
         }
         for (int64_t i = 0; i < count; i++) {
             float* to = x.out + ((span.row + (first + i) / group) * x.heads + head * group + (first + i) % group) * dim;
