@@ -110,10 +110,11 @@ def statements(source: str) -> list[tuple[int, int, bool]]:
 
 
 def reach(site: Site, seen: dict[str, dict[str, set[int]]]) -> set[str]:
-    """Names of the tests that run the statement of a mutant; of any that run its file, where an import runs it."""
+    """Names of the tests that run the statement of a mutant; of any that run its file, or none, where an import does."""
+    if site.at_import:  # those that run none look at signatures
+        return {name for name, files in seen.items() if site.file in files or not files}
     span = range(site.lines[0], site.lines[1] + 1)
-    reached = {name: files.get(site.file, set()) for name, files in seen.items()}
-    return {name for name, lines in reached.items() if lines and (site.at_import or not lines.isdisjoint(span))}
+    return {name for name, files in seen.items() if not files.get(site.file, set()).isdisjoint(span)}
 
 
 def load(folder: Path) -> tuple[dict[str, Any], dict[str, Test]]:

@@ -40,7 +40,18 @@ OWN = [
     (
         spod,
         "fused_linear_success_preserving_loss",
-        f"student_hidden student_head teacher_hidden teacher_head {PACKED}",
+        f"student_hidden student_head teacher_hidden teacher_head {PACKED} chunk_tokens exact_teacher_logprob",
+    ),
+    (
+        spod,
+        "success_preserving_loss_padded",
+        "student_logits teacher_logits actions mask success tau0 floor_weight",
+    ),
+    (
+        spod,
+        "success_preserving_weights",
+        "student_logprobs teacher_logprobs student_sampled teacher_sampled action_index episode_index success tau0 "
+        "floor_weight tail",
     ),
     (sdpo, "cross_entropy_weights", "student_logprobs teacher_logprobs divergence mixture tail"),
 ]
@@ -58,6 +69,9 @@ DEFAULTS = {
     "tau0": 0.5,
     "floor_weight": 1.0,
     "out": None,
+    "validate": True,
+    "chunk_tokens": None,
+    "exact_teacher_logprob": True,
 }
 
 
