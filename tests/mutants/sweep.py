@@ -110,7 +110,7 @@ def statements(source: str) -> list[tuple[int, int, bool]]:
 
 
 def reach(site: Site, seen: dict[str, dict[str, set[int]]]) -> set[str]:
-    """Names of the tests that run the statement of a mutant; of any that run its file, or none, where an import does."""
+    """Names of the tests that run the statement of a mutant; of those that run its file, or none, where imports do."""
     if site.at_import:  # those that run none look at signatures
         return {name for name, files in seen.items() if site.file in files or not files}
     span = range(site.lines[0], site.lines[1] + 1)
