@@ -30,7 +30,8 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mod
     if request.param == "compiled":
         return cpu
     monkeypatch.setattr(cpu, "serves", lambda *_: False)
-    monkeypatch.setattr(torch_rows, "BLOCK", 4096)  # several blocks, and actions that none holds
+    for size in ("BLOCK", "PIECE"):  # several blocks, and actions that none holds
+        monkeypatch.setattr(torch_rows, size, {"BLOCK": 4096, "PIECE": 1024}[size])
     return torch_rows
 
 

@@ -5,7 +5,9 @@ where either is small beside the row's largest entry; elsewhere, where what they
 `(p + q) tanh(r / 2)` with r = log p - log q, which keeps the digits of r.
 """
 
+import copy
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from torch import Tensor
 from .. import _spod_rows as float64
 from .cpu import COLUMNS, DTYPES
 
-BLOCK = 5 << 18  # entries of a block: its four buffers of float32 stay in a last-level cache
+BLOCK = 5 << 18  # entries whose exponentials are kept: three buffers of float32 stay in a last-level cache
+PIECE = 1 << 18  # entries that are worked on at once
 CHUNK = 128  # entries of a row that are mended together
 NEAR = 0.25  # of a row's largest |p - q|: float32 is good to 1e-7 of p and q, the gradient to 3e-7 of that entry
 
@@ -28,10 +31,20 @@ class Block:
     """Some rows: exp(p - max p), exp(q - max q), the difference of the exponents, room; whole CHUNKs, 0 beyond V."""
 
     def __init__(self, rows: int, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
         wide = -(-vocabulary // CHUNK) * CHUNK
-        self.p, self.q, self.apart, self.room = (torch.zeros(rows, wide) for _ in range(4))
-        self.precise = torch.empty(rows, wide, dtype=torch.float64)
+        self.step = max(2, PIECE // vocabulary)  # rows at once: two at least, for torch adds up a row in one thread
+        self.p, self.q, self.apart = (torch.zeros(rows, wide) for _ in range(3))
+        self.room = torch.zeros(min(rows, self.step), wide)
+        self.precise = torch.empty_like(self.room, dtype=torch.float64)
+
+    def pieces(self, rows: slice) -> Iterator[tuple["Block", slice]]:
+        """Blocks on the same buffers, `step` rows each, and the rows that they are for."""
+        for i in range(rows.start, rows.stop, self.step):
+            own = slice(i, min(i + self.step, rows.stop))
+            part = copy.copy(self)
+            inside = slice(i - rows.start, own.stop - rows.start)
+            part.p, part.q, part.apart = (x[inside] for x in (self.p, self.q, self.apart))
+            yield part, own
 
     def sums(self, values: Tensor) -> Tensor:
         """Of each row (n, V), float64."""
@@ -39,15 +52,15 @@ class Block:
 
     def read(self, student: Tensor, teacher: Tensor, known: Tensor) -> None:
         """Fill the buffers from logits (n, V) and the maxima among what is `known` of them."""
-        n, v = student.shape
+        v = student.shape[1]
         for buffer, logits, top in ((self.p, student, known[:, 0]), (self.q, teacher, known[:, 2])):
             if logits.dtype == torch.float32:
-                torch.sub(logits, top[:, None].float(), out=buffer[:n, :v])
+                torch.sub(logits, top[:, None].float(), out=buffer[:, :v])
             else:
-                buffer[:n, :v].copy_(logits).sub_(top[:, None].float())
-        torch.sub(self.p[:n, :v], self.q[:n, :v], out=self.apart[:n, :v])
-        self.p[:n, :v].exp_()
-        self.q[:n, :v].exp_()
+                buffer[:, :v].copy_(logits).sub_(top[:, None].float())
+        torch.sub(self.p[:, :v], self.q[:, :v], out=self.apart[:, :v])
+        self.p[:, :v].exp_()
+        self.q[:, :v].exp_()
 
     def measure(self, student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
         """The COLUMNS of these rows, (n, 9) float64."""
@@ -55,10 +68,9 @@ class Block:
         known = torch.zeros(n, len(COLUMNS), dtype=torch.float64)
         known[:, 0], known[:, 2], known[:, 7] = student.amax(-1), teacher.amax(-1), torch.nan
         self.read(student, teacher, known)
-        p, q = self.p[:n], self.q[:n]
-        known[:, 1], known[:, 3] = self.sums(p), self.sums(q)
+        known[:, 1], known[:, 3] = self.sums(self.p), self.sums(self.q)
         log_p, log_q = known[:, 1].log(), known[:, 3].log()
-        cross = self.sums(torch.mul(q, self.apart[:n], out=self.room[:n]))
+        cross = self.sums(torch.mul(self.q, self.apart, out=self.room[:n]))
         for i in (cross.isnan() & ~(log_p.isnan() | log_q.isnan())).nonzero()[:, 0].tolist():
             cross[i] = self.cross_of_excluded(i)
         kl = (log_p - log_q - cross / known[:, 3]).clamp(min=0.0)
@@ -85,7 +97,7 @@ class Block:
         """`kl (p - q) + floor (p - onehot)` into `out` (n, V); uses the buffers up."""
         n, v = out.shape
         of_kl, of_floor = weights
-        p, q, room = self.p[:n], self.q[:n], self.room[:n]
+        p, q, room = self.p, self.q, self.room[:n]
         sum_p, sum_q = known[:, 1], known[:, 3]
         kl, floor = bool(of_kl.any()), bool(of_floor.any())
         if not (kl or floor):
@@ -96,7 +108,7 @@ class Block:
             p.mul_((of_kl / sum_p).float()[:, None])
             q.mul_((of_kl / sum_q).float()[:, None])
             torch.sub(p, q, out=room)
-            self.sharpen(n, (sum_p.log() - sum_q.log()).float())
+            self.sharpen(room, (sum_p.log() - sum_q.log()).float())
             room = room if student is None else room.add_(student)
         idle = (of_kl == 0) & (of_floor == 0)
         if bool(idle.any()):
@@ -107,33 +119,29 @@ class Block:
         room[taken, actions[taken]] = (of_student + of_floor[taken] * l_p.expm1()).float()
         out.copy_(room[:, :v])
 
-    def sharpen(self, rows: int, shift: Tensor) -> None:
+    def sharpen(self, gradient: Tensor, shift: Tensor) -> None:
         """Replace `p - q` by `(p + q) tanh(r / 2)` in every chunk where both exceed NEAR of the row's largest."""
-        gradient = self.room[:rows]
         bound = NEAR * torch.maximum(gradient.amax(-1), -gradient.amin(-1))
-        smaller = torch.minimum(self.p[:rows], self.q[:rows], out=self.p[:rows]).view(rows, -1, CHUNK)
+        smaller = torch.minimum(self.p, self.q, out=self.p).view(len(gradient), -1, CHUNK)
         hot = (smaller.amax(-1) > bound[:, None]).flatten().nonzero()[:, 0]
         if len(hot) == 0:
             return
-        common, plain, apart = (x[:rows].view(-1, CHUNK).index_select(0, hot) for x in (self.p, gradient, self.apart))
+        common, plain, apart = (x.view(-1, CHUNK).index_select(0, hot) for x in (self.p, gradient, self.apart))
         of_row = shift[hot // smaller.shape[1], None]
         sharp = common.mul_(2.0).add_(plain.abs_()).mul_(apart.sub_(of_row).mul_(0.5).tanh_())
         gradient.view(-1, CHUNK).index_copy_(0, hot, sharp)
 
 
-def block_for(student: Tensor) -> tuple[Block, int]:
-    """The buffers for (N, V) logits and how many rows they hold."""
-    most = max(1, min(len(student), BLOCK // student.shape[1]))
-    return Block(most, student.shape[1]), most
+def block_for(student: Tensor, entries: int) -> Block:
+    """The buffers for as many rows of (N, V) logits as have that many entries, two at least."""
+    return Block(min(len(student), max(2, entries // student.shape[1])), student.shape[1])
 
 
 def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
     """The COLUMNS of each row, (N, 9) float64, of (N, V) logits and (N,) int64 actions."""
-    block, most = block_for(student)
     known = torch.empty(len(student), len(COLUMNS), dtype=torch.float64)
-    for i in range(0, len(student), most):
-        rows = slice(i, i + most)
-        known[rows] = block.measure(student[rows], teacher[rows], actions[rows])
+    for rows in _blocks(block := block_for(student, PIECE), len(student)):
+        _measure(block, known, student, teacher, actions, rows)
     return known
 
 
@@ -145,10 +153,21 @@ def gradient_(
     c0 is c1 + c2, as in every gradient of SPOD.
     """
     weights = float64.Weights(coefficients[:, 1], coefficients[:, 2])
-    _again(block_for(student)[0], out, student, teacher, actions, rows, weights)
+    for own in _blocks(block := block_for(student, PIECE), len(student)):
+        _differentiate(block, out, student, teacher, actions, rows, weights, own, again=True)
 
 
-def _again(
+def _blocks(block: Block, count: int) -> Iterator[slice]:
+    most = len(block.p)
+    return (slice(i, min(i + most, count)) for i in range(0, count, most))
+
+
+def _measure(block: Block, known: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, rows: slice) -> None:
+    for part, own in block.pieces(rows):
+        known[own] = part.measure(student[own], teacher[own], actions[own])
+
+
+def _differentiate(
     block: Block,
     out: Tensor,
     student: Tensor,
@@ -156,16 +175,17 @@ def _again(
     actions: Tensor,
     known: Tensor,
     weights: float64.Weights,
+    rows: slice,
+    *,
+    again: bool,
 ) -> None:
-    """The gradient of rows that are known but no longer in the buffers."""
-    most = len(block.p)
-    for i in range(0, len(student), most):
-        rows = slice(i, i + most)
-        own = float64.Weights(*(x[rows] for x in weights))
-        if any(bool(x.any()) for x in own):
-            block.read(student[rows], teacher[rows], known[rows])
-            block.apart.nan_to_num_(0.0, math.inf, -math.inf)
-        block.differentiate(out[rows], known[rows], actions[rows], own)
+    """The gradient of some rows, from the block, which is filled `again` where it holds others by now."""
+    for part, own in block.pieces(rows):
+        given = float64.Weights(*(x[own] for x in weights))
+        if again and any(bool(x.any()) for x in given):
+            part.read(student[own], teacher[own], known[own])
+            part.apart.nan_to_num_(0.0, math.inf, -math.inf)
+        part.differentiate(out[own], known[own], actions[own], given)
 
 
 def statistics_and_gradient_(
@@ -182,22 +202,21 @@ def statistics_and_gradient_(
     """As `cpu.statistics_and_gradient_`: rows are read once, but for a successful action that no block holds whole."""
     from .._spod_levels import Levels, parts_of
 
-    block, most = block_for(student)
-    known = torch.empty(len(student), len(COLUMNS), dtype=torch.float64)
-    for span in float64.plan(tokens.tolist(), success.tolist(), most):
-        first, last = span.rows.start, span.rows.stop
-        pieces = [slice(i, min(i + most, last)) for i in range(first, last, most)]
-        for rows in pieces:
-            known[rows] = block.measure(student[rows], teacher[rows], actions[rows])
-        levels = Levels(tokens[span.actions], success[span.actions], weights[span.actions])
-        if last - first < int(levels.tokens.sum()):  # a piece of an action whose gate cannot open
-            of_row = levels.weights.expand(last - first)
-            own = float64.Weights(of_row, torch.zeros_like(of_row))
+    block, count = block_for(student, BLOCK), len(student)
+    known = torch.empty(count, len(COLUMNS), dtype=torch.float64)
+    given = float64.Weights(*(torch.zeros(count, dtype=torch.float64) for _ in range(2)))
+    most = len(block.p)
+    for rows, own in float64.plan(tokens.tolist(), success.tolist(), most):
+        pieces = [slice(i, min(i + most, rows.stop)) for i in range(rows.start, rows.stop, most)]
+        for piece in pieces:
+            _measure(block, known, student, teacher, actions, piece)
+        levels = Levels(tokens[own], success[own], weights[own])
+        if rows.stop - rows.start < int(levels.tokens.sum()):  # a piece of an action whose gate cannot open
+            given.kl[rows] = levels.weights
         else:
-            parts = parts_of(known[span.rows], levels, tau0, floor_weight)
-            own = float64.Weights(*(x.repeat_interleave(levels.tokens) for x in (parts.of_kl, parts.of_floor)))
-        if len(pieces) == 1:
-            block.differentiate(out[span.rows], known[span.rows], actions[span.rows], own)
-        else:
-            _again(block, *(x[span.rows] for x in (out, student, teacher, actions, known)), own)
+            parts = parts_of(known[rows], levels, tau0, floor_weight)
+            given.kl[rows] = parts.of_kl.repeat_interleave(levels.tokens)
+            given.floor[rows] = parts.of_floor.repeat_interleave(levels.tokens)
+        for piece in pieces:
+            _differentiate(block, out, student, teacher, actions, known, given, piece, again=len(pieces) > 1)
     return known
