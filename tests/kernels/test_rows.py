@@ -179,6 +179,35 @@ def test_mass_too_small_for_float32_is_still_mass(rows: ModuleType) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("noise", [0.0, 0.1, 2.0])
+def test_a_sure_token_among_many_unlikely_ones_keeps_its_logprob(noise: float, dtype: torch.dtype) -> None:
+    """exp(-16.7) is less than half an ulp of 1: added to it in float32, a hundred thousand of them are nothing."""
+    torch.manual_seed(0)
+    levels, places = [-16.3, -16.7, -17.25, -18.0, -20.0], [0, 5, 2047, 70_000, 100_002]
+    student = torch.stack([torch.full((100_003,), level) for level in levels for _ in places])
+    student += 0.05 * torch.rand(student.shape)
+    teacher = student + noise * torch.rand(student.shape)
+    at = torch.tensor(places * len(levels))
+    rows = torch.arange(len(at))
+    student[rows, at], teacher[rows, at] = 0.0, -0.125
+    student, teacher = student.to(dtype), teacher.to(dtype)
+    data = {"actions": at, "action_index": rows, "episode_index": rows, "success": rows < 0}
+    result, gradient = spod.success_preserving_loss_and_grad(student, teacher, **data)
+    log_p, log_q = (x.double().log_softmax(-1) for x in (student, teacher))
+    wanted = {
+        "student_logprob": log_p[rows, at],
+        "teacher_logprob": log_q[rows, at],
+        "kl": (log_q.exp() * (log_q - log_p)).sum(-1),
+    }
+    for name, exact in wanted.items():
+        assert ((getattr(result, name).double() - exact).abs() <= 1e-7 + 1e-6 * exact.abs()).all(), name
+    slope = (log_p.exp() - log_q.exp()) / len(at)
+    half_an_ulp = 6e-8 / len(at) + (2.0**-25 if dtype == torch.float16 else 0.0)  # of a probability, and of float16
+    allowed = HALF_ULP[dtype] * slope.abs().amax(-1) + half_an_ulp
+    assert ((gradient.double() - slope).abs().amax(-1) <= allowed).all()
+
+
+@DTYPES
 def test_identical_rows_tie_exactly(dtype: torch.dtype) -> None:
     data = batch(RAGGED, 1000, dtype)
     data["teacher_logits"] = data["student_logits"].clone()

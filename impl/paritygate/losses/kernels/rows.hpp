@@ -110,37 +110,55 @@ static bool block_is_near(const typename D::Storage* p, const typename D::Storag
     return true;
 }
 
-template <class D>
+template <class D, class Sum>
 static void add_near_block(Pair& row, const typename D::Storage* p, const typename D::Storage* q, int64_t count) {
-    Vec cq = splat(row.q.centre()), sum{}, slope{}, curve{};
-    for (int64_t j = 0; j < count; j += WIDTH) {
-        Vec y = load_upto<D>(q + j, count - j), u = difference(load_upto<D>(p + j, count - j), y);
-        Vec e = exponential(y - cq);
-        sum += e;
-        slope += e * u;
-        curve += e * curvature(u, splat(1.0f));
+    Vec cq = splat(row.q.centre());
+    Sum sum, slope, curve;
+    for (int64_t j = 0; j < count;) {
+        int64_t stop = j + GROUP * WIDTH < count ? j + GROUP * WIDTH : count;
+        for (; j < stop; j += WIDTH) {
+            Vec y = load_upto<D>(q + j, count - j), u = difference(load_upto<D>(p + j, count - j), y);
+            Vec e = exponential(y - cq);
+            sum.add(e);
+            slope.add(e * u);
+            curve.add(e * curvature(u, splat(1.0f)));
+        }
+        sum.settle(), slope.settle(), curve.settle();
     }
-    row.q.sum += total(sum);
-    row.slope += total(slope);
-    row.curve += total(curve);
+    row.q.sum += sum.total();
+    row.slope += slope.total();
+    row.curve += curve.total();
 }
 
-template <class D>
+template <class D, class Sum>
 static void add_block(Pair& row, const typename D::Storage* p, const typename D::Storage* q, int64_t count) {
-    Vec cp = splat(row.p.centre()), cq = splat(row.q.centre()), sp{}, sq{}, cross{};
+    Vec cp = splat(row.p.centre()), cq = splat(row.q.centre());
+    Sum sp, sq, cross;
     auto add = [&](Vec dp, Vec dq) {
         Vec eq = exponential(dq);
-        sp += exponential(dp);
-        sq += eq;
+        sp.add(exponential(dp));
+        sq.add(eq);
         // exp(-745) is the last teacher mass that float64 knows; below it even a student of -inf costs nothing
-        cross += dq > -745.0f ? eq * (dq - dp) : Vec{};
+        cross.add(dq > -745.0f ? eq * (dq - dp) : Vec{});
     };
-    int64_t j = 0;
-    for (; j + WIDTH <= count; j += WIDTH) add(load<D>(p + j) - cp, load<D>(q + j) - cq);
-    if (j < count) add(load_upto<D>(p + j, count - j) - cp, load_upto<D>(q + j, count - j) - cq);
-    row.p.sum += total(sp);
-    row.q.sum += total(sq);
-    row.cross += total(cross);
+    for (int64_t j = 0; j < count;) {
+        int64_t stop = j + GROUP * WIDTH;
+        if (stop <= count) {
+            for (; j < stop; j += WIDTH) add(load<D>(p + j) - cp, load<D>(q + j) - cq);
+        } else {
+            for (; j < count; j += WIDTH) add(load_upto<D>(p + j, count - j) - cp, load_upto<D>(q + j, count - j) - cq);
+        }
+        sp.settle(), sq.settle(), cross.settle();
+    }
+    row.p.sum += sp.total();
+    row.q.sum += sq.total();
+    row.cross += cross.total();
+}
+
+// A small number is lost beside a large one of its group. Whether what a lane can so lose, half an ulp of the block's
+// largest exponential at every addition, is more than a quarter of an ulp of the row's sum so far.
+static inline bool needs_care(const Side& side, float block_top) {
+    return !(2.0 * GROUP * std::exp((double)block_top - side.maximum) <= side.sum);
 }
 
 template <class D>
@@ -152,12 +170,13 @@ static Pair pair_sums(const typename D::Storage* p, const typename D::Storage* q
             row.settle();
             row.near = false;
         }
-        row.raise_p(block_maximum<D>(p, count));
-        row.raise_q(block_maximum<D>(q, count));
-        if (row.near)
-            add_near_block<D>(row, p, q, count);
-        else
-            add_block<D>(row, p, q, count);
+        float top_p = block_maximum<D>(p, count), top_q = block_maximum<D>(q, count);
+        row.raise_p(top_p);
+        row.raise_q(top_q);
+        bool careful = needs_care(row.q, top_q) || (!row.near && needs_care(row.p, top_p));
+        auto add = row.near ? (careful ? add_near_block<D, CarefulSum> : add_near_block<D, QuickSum>)
+                            : (careful ? add_block<D, CarefulSum> : add_block<D, QuickSum>);
+        add(row, p, q, count);
     }
     if (row.near) row.settle();
     return row;

@@ -46,6 +46,12 @@ def _expm1(u):
 
 
 @triton.jit
+def _sum(x):
+    """In float64: in float32 a hundred thousand small ones beside a 1 are nothing."""
+    return tl.sum(x.to(tl.float64), axis=0)
+
+
+@triton.jit
 def _difference(x, y):
     return tl.where((x == -INF) & (y == -INF), 0.0, x - y)
 
@@ -96,15 +102,15 @@ def statistics_kernel(p_ptr, q_ptr, out_ptr, p_stride, q_stride, V, WIDE: tl.con
         pm, qm = top_p, top_q
         dq = y - tl.where(qm == -INF, 0.0, qm)
         eq = _exp(dq)
-        qs += tl.sum(eq, axis=0).to(tl.float64)
+        qs += _sum(eq)
         if near == 1:
-            slope += tl.sum(eq * u, axis=0).to(tl.float64)
-            curve += tl.sum(eq * _curvature(u, 1.0), axis=0).to(tl.float64)
+            slope += _sum(eq * u)
+            curve += _sum(eq * _curvature(u, 1.0))
         else:
             dp = x - tl.where(pm == -INF, 0.0, pm)
-            ps += tl.sum(_exp(dp), axis=0).to(tl.float64)
+            ps += _sum(_exp(dp))
             # exp(-745) is the last teacher mass that float64 knows; below it even a student of -inf costs nothing
-            cross += tl.sum(tl.where(dq > -745.0, eq * (dq - dp), 0.0), axis=0).to(tl.float64)
+            cross += _sum(tl.where(dq > -745.0, eq * (dq - dp), 0.0))
     if near == 1:
         ps, cross = _settled(pm, qm, qs, slope, curve)
         ps = tl.where(qm == -INF, ps, tl.maximum(ps, 1.0))  # the maximum alone is 1

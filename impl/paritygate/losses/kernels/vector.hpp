@@ -22,6 +22,10 @@ typedef int32_t Int __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Half __attribute__((vector_size(2 * WIDTH)));
 
+static constexpr int LANES = WIDTH / 2;
+typedef double Wide __attribute__((vector_size(8 * LANES)));
+typedef float Narrow __attribute__((vector_size(4 * LANES)));
+
 static constexpr float INF = std::numeric_limits<float>::infinity();
 
 static inline Vec splat(float x) { return Vec{} + x; }
@@ -79,6 +83,33 @@ static inline double total(Vec x) {
     for (int i = 0; i < WIDTH; i++) sum += x[i];
     return sum;
 }
+
+// Sums of vectors of float32: each in float64, or GROUP of them in float32 first, which takes half as long.
+static constexpr int GROUP = 16;
+
+struct CarefulSum {
+    Wide low{}, high{};
+    void add(Vec x) {
+        Narrow half[2];
+        std::memcpy(half, &x, sizeof x);
+        low += __builtin_convertvector(half[0], Wide);
+        high += __builtin_convertvector(half[1], Wide);
+    }
+    void settle() {}  // after GROUP of them at the most
+    double total() const {
+        Wide both = low + high;
+        double sum = 0;
+        for (int i = 0; i < LANES; i++) sum += both[i];
+        return sum;
+    }
+};
+struct QuickSum {
+    CarefulSum settled;
+    Vec group{};
+    void add(Vec x) { group += x; }
+    void settle() { settled.add(group), group = Vec{}; }
+    double total() const { return settled.total(); }
+};
 
 static inline Vec widen_float16(Half h) {
 #if defined(__AVX512F__)

@@ -4,12 +4,9 @@
 
 enum { FORWARD_KL, REVERSE_KL, JSD };
 
-static constexpr int LANES = WIDTH / 2;
 static constexpr int64_t PART = 512;  // entries of a row in float64 at a time: both sides stay in the first-level cache
 
-typedef double Wide __attribute__((vector_size(8 * LANES)));
 typedef int64_t Long __attribute__((vector_size(8 * LANES)));
-typedef float Narrow __attribute__((vector_size(4 * LANES)));
 
 static inline Wide wide(double x) { return Wide{} + x; }
 static inline Wide wide_at(const double* from) {
