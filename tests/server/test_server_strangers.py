@@ -286,3 +286,44 @@ def test_samplers_outlive_a_full_disk_and_name_weights_that_are_gone(monkeypatch
         running.service.samplers._snapshot(sampler)
     client.close("success").result()
     running.stop()
+
+
+def test_a_sampler_that_leaves_memory_while_it_samples_ends_as_if_it_had_not() -> None:
+    import tinker
+    from tinker import types
+
+    running = server.start("tiny", limits=Limits(sampler_bytes=1))
+    client = tinker.ServiceClient(base_url=running.base_url, api_key=running.api_key)
+    trainer = client.create_lora_training_client(running.model_name, rank=2, seed=1).result()
+    prompt = types.ModelInput.from_ints([1, 2, 3])
+    params = types.SamplingParams(max_tokens=300, seed=5, stop=[])
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    want = sampler.sample(prompt, 2, params).result().sequences
+    waiting = sampler.sample(prompt, 2, params)
+    for _ in range(3):
+        trainer.save_weights_and_get_sampling_client().result()
+    assert next(iter(running.service.samplers._samplers.values())).snapshot is None
+    assert [(s.tokens, s.logprobs) for s in waiting.result().sequences] == [(s.tokens, s.logprobs) for s in want]
+    client.close("success").result()
+    running.stop()
+
+
+def test_two_models_may_save_under_one_name(running: server.Running) -> None:
+    import tinker
+    from tinker import types
+
+    client = tinker.ServiceClient(base_url=running.base_url, api_key=running.api_key)
+    prompt = types.ModelInput.from_ints([1, 2, 3])
+    datum = types.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0] * 3})
+    paths, losses = [], []
+    for seed in (1, 2):
+        trainer = client.create_lora_training_client(running.model_name, rank=2, seed=seed).result()
+        trainer.forward_backward([datum], "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=0.1 * seed)).result()
+        paths.append(trainer.save_state("same").result().path)
+        losses.append(trainer.forward([datum], "cross_entropy").result().metrics["loss:sum"])
+    assert len(set(paths)) == len(set(losses)) == 2
+    for path, loss in zip(paths, losses, strict=True):
+        again = client.create_training_client_from_state(path).result()
+        assert again.forward([datum], "cross_entropy").result().metrics["loss:sum"] == loss
+    client.close("success").result()

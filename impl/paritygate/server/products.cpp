@@ -59,15 +59,17 @@ static void tiles(const float* a, int64_t a_row, const typename D::Storage* b, i
 #undef TAKE
 }
 
+// `size` is about how many multiplications there are: a thread starts in the time of a million of them.
 template <class Work>
-static void share(int64_t units, int64_t threads, Work work) {
+static void share(int64_t units, int64_t threads, int64_t size, Work work) {
+    threads = std::min({threads, units, 1 + size / (1 << 20)});
     std::atomic<int64_t> next{0};
     auto worker = [&] {
         for (int64_t i; (i = next.fetch_add(1)) < units;) work(i);
     };
     std::vector<std::thread> others;
     try {
-        for (int64_t i = 1; i < std::min(threads, units); i++) others.emplace_back(worker);
+        for (int64_t i = 1; i < threads; i++) others.emplace_back(worker);
     } catch (const std::system_error&) {  // no thread to be had: the ones there are do the work
     }
     worker();
@@ -84,7 +86,7 @@ struct Linear {
 template <class D>
 static void linear_of(const Linear& x) {
     const int64_t group = 8, groups = (x.panels + group - 1) / group, columns = x.panels * PANEL;
-    share((x.count + ROWS - 1) / ROWS * groups, x.threads, [&](int64_t unit) {
+    share((x.count + ROWS - 1) / ROWS * groups, x.threads, x.count * x.inputs * columns, [&](int64_t unit) {
         int64_t first = unit / groups * ROWS, panel = unit % groups * group;
         int64_t count = std::min(ROWS, x.count - first);
         for (int64_t last = std::min(panel + group, x.panels); panel < last; panel++)
@@ -218,7 +220,7 @@ int64_t width() { return WIDTH; }
 
 // log sum exp of each row of (count, columns).
 void normalize(const float* logits, int64_t count, int64_t columns, int64_t threads, float* out) {
-    share(count, threads, [&](int64_t row) {
+    share(count, threads, 4 * count * columns, [&](int64_t row) {
         const float* from = logits + row * columns;
         const int64_t whole = columns / WIDTH * WIDTH, part = columns - whole;
         Vec most = part ? load_part<Float32>(from + whole, part) : splat(-INF);
@@ -247,7 +249,10 @@ int64_t multiplies_bfloat16() {
 void linear(const Linear* x) { x->narrow ? linear_of<BFloat16>(*x) : linear_of<Float32>(*x); }
 
 void attend(const Attention* x) {
-    share(x->span_count * x->kv_heads, x->threads,
+    int64_t size = 0;
+    for (int64_t i = 0; i < x->span_count; i++)
+        size += 2 * x->spans[i].count * (x->spans[i].start + x->spans[i].count) * x->heads * x->dim;
+    share(x->span_count * x->kv_heads, x->threads, size,
           [&](int64_t unit) { attend_one(*x, x->spans[unit / x->kv_heads], unit % x->kv_heads); });
 }
 }
