@@ -2,9 +2,10 @@
 
 `python tests/mutants/sweep.py --module averaging --module _checks [--jobs 2] [--json FILE]`. A first pass runs parity,
 properties and the kernels' tests once and notes the lines of the losses that each of them runs. Every mutant then has a
-forked process of its own, where the tests that reach its statement run, the quickest first, until one raises. What
-outlives all of them is printed; design/013 says what such survivors were. Exit code 1 where the losses as they are
-fail, 0 else: a survivor is something to read, not an error.
+forked process of its own, where tests that reach its statement run, until one raises or they have taken their budget:
+first one case of each test, the quickest first, then a second one of each, and so on. What outlives them is printed;
+design/013 says what such survivors were. Exit code 1 where the losses as they are fail, 0 else: a survivor is something
+to read, not an error.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import ast
 import gc
 import importlib
 import inspect
+import itertools
 import json
 import multiprocessing
 import os
@@ -115,6 +117,13 @@ def reach(site: Site, seen: dict[str, dict[str, set[int]]]) -> set[str]:
         return {name for name, files in seen.items() if site.file in files or not files}
     span = range(site.lines[0], site.lines[1] + 1)
     return {name for name, files in seen.items() if not files.get(site.file, set()).isdisjoint(span)}
+
+
+def chosen(reached: set[str], seconds: dict[str, float], budget: float) -> list[str]:
+    """The tests to run, in order: case by case of each test, the quickest first, until they have taken `budget`."""
+    order = sorted(reached, key=lambda name: (int(name.partition("[")[2][:-1]), seconds[name]))
+    spent = itertools.accumulate(seconds[name] for name in order)
+    return [name for name, before in zip(order, [0.0, *spent], strict=False) if before < budget]
 
 
 def load(folder: Path) -> tuple[dict[str, Any], dict[str, Test]]:
@@ -247,13 +256,12 @@ def hold(site: Site, source: str, names: Sequence[str], loaded: Any, answers: An
         answers.send(None)
 
 
-def fate(site: Site, seconds: dict[str, float], reached: set[str], loaded: Any) -> Fate:
+def fate(site: Site, seconds: dict[str, float], names: list[str], loaded: Any) -> Fate:
     """`hold` in a process of its own, ended where it takes ten times as long as the tests do."""
     original = (LOSSES / site.file).read_text()
     source = mutate_code(original, get_operator(site.operator)(), site.occurrence)
     pairs = zip(original.splitlines(), source.splitlines(), strict=False)
     was, became = next(((a.strip(), b.strip()) for a, b in pairs if a != b), ("", ""))
-    names = sorted(reached, key=lambda name: seconds[name])
     if not names:
         return Fate(site, "unreached", "", "", was, became)
     context = multiprocessing.get_context("fork")
@@ -271,33 +279,48 @@ def fate(site: Site, seconds: dict[str, float], reached: set[str], loaded: Any) 
     return Fate(site, end, by, words, was, became)
 
 
-def worker(mutants: list[tuple[Site, set[str]]], seconds: dict[str, float], fates: Any) -> None:
+def worker(mutants: list[tuple[Site, list[str]]], seconds: dict[str, float], fates: Any) -> None:
     """The fates of some mutants: a copy each where an import runs the statement, else grafted onto what is loaded."""
-    for site, reached in mutants:
+    for site, names in mutants:
         if site.at_import:
-            fates.put(fate(site, seconds, reached, None))
+            fates.put(fate(site, seconds, names, None))
     with tempfile.TemporaryDirectory() as folder:
         loaded = load(copied(folder))
         gc.collect()
         gc.freeze()
-        for site, reached in mutants:
+        for site, names in mutants:
             if not site.at_import:
-                fates.put(fate(site, seconds, reached, loaded))
+                fates.put(fate(site, seconds, names, loaded))
 
 
-def sweep(files: Sequence[str], jobs: int) -> list[Fate] | str:
-    """The fates of every mutant of these files, or what is wrong with the losses as they are."""
+def first_pass(keep: Path | None) -> dict[str, tuple[float, dict[str, set[int]]]] | str:
+    """`measure` in a process of its own; read from `keep` where it is, else written there."""
+    if keep and keep.is_file():
+        known = json.loads(keep.read_text())
+        return {
+            name: (spent, {file: set(rows) for file, rows in files.items()}) for name, (spent, files) in known.items()
+        }
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     process = context.Process(target=measure, args=(answers,))
     process.start()
     seen = answers.get()
     process.join()
+    if keep and not isinstance(seen, str):
+        keep.write_text(json.dumps(seen, default=sorted))
+    return seen
+
+
+def sweep(files: Sequence[str], jobs: int, budget: float, keep: Path | None, part: tuple[int, int]) -> list[Fate] | str:
+    """The fates of every mutant of these files, or what is wrong with the losses as they are."""
+    context = multiprocessing.get_context("fork")
+    seen = first_pass(keep)
     if isinstance(seen, str):
         return seen
     seconds = {name: spent for name, (spent, _) in seen.items()}
     lines = {name: known for name, (_, known) in seen.items()}
-    mutants = [(site, reach(site, lines)) for file in files for site in sites(file)]
+    mutants = [(site, chosen(reach(site, lines), seconds, budget)) for file in files for site in sites(file)]
+    mutants = mutants[part[0] - 1 :: part[1]]
     print(f"{len(seen)} tests green, {sum(seconds.values()):.0f} s with traces; {len(mutants)} mutants", flush=True)
     queue = context.SimpleQueue()
     workers = [context.Process(target=worker, args=(mutants[i::jobs], seconds, queue)) for i in range(jobs)]
@@ -320,9 +343,12 @@ def sentence(fate: Fate) -> str:
     return f"{fate.end} {place} {site.operator.removeprefix('core/')}: {fate.was}  ->  {fate.became}"
 
 
-def main(modules: Sequence[str], jobs: int, to: Path | None) -> int:
-    """Sweep, print, and write what became of each mutant to `to`."""
-    found = sweep([f"{module}.py" for module in modules], jobs)
+def main(arguments: argparse.Namespace) -> int:
+    """Sweep, print, and write what became of each mutant to --json."""
+    modules: list[str] = arguments.module
+    part = tuple(int(number) for number in arguments.part.split("/"))
+    files = [f"{module}.py" for module in modules]
+    found = sweep(files, arguments.jobs, arguments.budget, arguments.first_pass, part)
     if isinstance(found, str):
         print(f"no kill would mean anything: {found}")
         return 1
@@ -338,8 +364,8 @@ def main(modules: Sequence[str], jobs: int, to: Path | None) -> int:
     for module in modules:
         ends = Counter(f.end for f in found if f.site.file == f"{module}.py")
         print(f"{module}: {sum(ends.values())} mutants, {dict(ends)}")
-    if to:
-        to.write_text(json.dumps([{**f._asdict(), "site": f.site._asdict()} for f in found], indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([{**f._asdict(), "site": f.site._asdict()} for f in found], indent=1))
     return 0
 
 
@@ -347,6 +373,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--module", action="append", required=True, choices=[p.stem for p in LOSSES.glob("*.py")])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--budget", type=float, default=12.0, help="seconds of tests a mutant, as the first pass took")
     parser.add_argument("--json", type=Path, help="write every mutant and its end here")
-    given = parser.parse_args()
-    sys.exit(main(given.module, given.jobs, given.json))
+    parser.add_argument("--first-pass", type=Path, metavar="FILE", help="keep what the first pass found, or read it")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th mutant, from the I-th: for N machines")
+    sys.exit(main(parser.parse_args()))

@@ -259,6 +259,22 @@ def test_levels(action_index: list[int], episode_index: list[int], place: str) -
         packed(action_index=actions, episode_index=episodes, rows=len(actions), episodes=max([*episode_index, 0]) + 1)
 
 
+@pytest.mark.parametrize(
+    ("values", "action_index", "episode_index"),
+    [
+        (torch.zeros(2, 2), torch.tensor([0, 0]), torch.tensor([0])),
+        (torch.tensor(0.0), torch.tensor([0]), torch.tensor([0])),
+        (torch.zeros(2), torch.tensor([0]), torch.tensor([0])),
+        (torch.zeros(2), torch.tensor([[0], [0]]), torch.tensor([0])),
+        (torch.zeros(2), torch.tensor([0, 0]), torch.tensor([[0]])),
+        (torch.zeros(2), torch.tensor([0, 0]), torch.tensor(0)),
+    ],
+)
+def test_shapes_of_levels(values: torch.Tensor, action_index: torch.Tensor, episode_index: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"shape.*\(N,\)"):
+        averaging.three_level_mean(values, action_index, episode_index)
+
+
 def packed(**changes: Any) -> Any:
     """SPOD's packed form, two episodes of an action each, some arguments changed."""
     rows = changes.pop("rows", 3)
