@@ -26,9 +26,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the frozen weights (default float32)")
     args = parser.parse_args(argv)
     signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        signal.signal(number, lambda *_: sys.exit(0))  # building or loading a model can take a minute
     stopped = threading.Event()
+
+    def leave(*_: object) -> None:
+        stopped.set()
+        sys.exit(0)
+
+    for number in signals:
+        signal.signal(number, leave)  # building or loading a model can take a minute
     try:
         running = start(
             args.model,
