@@ -13,6 +13,7 @@ from paritygate.agent.rollout import first_prompt
 from paritygate.agent.step import Judgment
 from paritygate.agent.trajectory import Trajectory
 from paritygate.agent.user import opening
+from paritygate.experiment.advantages import Scores, group_advantages
 from paritygate.experiment.batch import batch_advantages
 from paritygate.experiment.collect import Collector
 from paritygate.experiment.metrics import logprob_difference
@@ -85,6 +86,15 @@ def test_rewards_are_centred_within_each_group():
     ]
     rows = batch_advantages(exp, arm, groups)
     assert rows == [[0.0] * 4, [0.0] * 4, [0.0, 0.25, 0.0, 0.25], [0.0, -0.25, 0.0, -0.25]]
+
+
+@pytest.mark.parametrize("kind", ["sdpo_token", "sdpo_sequence", "hybrid"])
+def test_a_token_without_a_logprob_is_refused_and_not_read_as_certain(kind):
+    """None is what a service gives where nothing is predicted; 0.0 would be a probability of one."""
+    complete = Scores(1.0, [0, 1, 1], [None, -1.0, -2.0], [None, -0.5, -1.0])
+    for hole in ({"teacher_logprobs": [None, None, -1.0]}, {"sampler_logprobs": [None, -1.0, None]}):
+        with pytest.raises(ValueError, match=r"rollout 1 of the group: .* at position [12] is nan"):
+            group_advantages(kind, [complete, dataclasses.replace(complete, **hole)])
 
 
 def test_sampled_against_recomputed_logprobs_is_a_metric():

@@ -165,14 +165,14 @@ MISTAKES = (
         "experiment/advantages.py",
         'float("nan") if value is None else value',
         "0.0 if value is None else value",
-        "tests/experiment/test_experiment_parts.py::test_what_cannot_be_an_advantage_is_named",
+        "tests/agent/test_agent_one_path.py::test_a_token_without_a_logprob_is_refused_and_not_read_as_certain",
     ),
     Mistake(
         "shifted-by-one",
         "rollout log-probabilities shifted against their tokens (TRL #6191)",
         "backend/data.py",
         "_finite(name, t, values[t]) if mask[t]",
-        "_finite(name, t, values[t - 1] or 0.0) if mask[t]",
+        "_finite(name, t, values[t - 1] if mask[t - 1] else 0.0) if mask[t]",
         SHIFT,
     ),
     Mistake(
@@ -205,7 +205,7 @@ MISTAKES = (
         "synthetic/model.py",
         "return [*action, END]",
         "return action",
-        "tests/synthetic/test_environment.py::test_an_action_has_its_length_its_tokens_and_its_end",
+        "tests/synthetic/test_training.py::test_an_action_is_scored_with_its_end_token_by_raw_probabilities",
     ),
     Mistake(
         "grading-writes",

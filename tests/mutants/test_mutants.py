@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from catalogue import HARMLESS, MUTANTS, QUICK  # noqa: E402
+from elsewhere import MISTAKES  # noqa: E402
 
 LOSSES = HERE.parents[1] / "impl/paritygate/losses"
 
@@ -34,7 +35,16 @@ def test_the_text_of_each_edit_stands_in_the_code_once(mutant: object) -> None:
         assert old != new
 
 
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_mistakes_elsewhere_stand_in_the_code_once_too_and_so_does_their_test(mistake: object) -> None:
+    root = HERE.parents[1]
+    assert (root / "impl/paritygate" / mistake.file).read_text().count(mistake.old) == 1  # type: ignore[attr-defined]
+    file, _, name = mistake.test.partition("::")  # type: ignore[attr-defined]
+    assert f"def {name}(" in (root / file).read_text()
+
+
 def test_names_are_unique() -> None:
+    assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
     counts = Counter(mutant.name for mutant in (*MUTANTS, *HARMLESS))
     assert max(counts.values()) == 1
     assert set(QUICK) <= counts.keys()
