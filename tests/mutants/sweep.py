@@ -3,9 +3,9 @@
 `python tests/mutants/sweep.py --module averaging --module _checks [--jobs 2] [--json FILE]`. A first pass runs parity,
 properties and the kernels' tests once and notes the lines of the losses that each of them runs. Every mutant then has a
 forked process of its own, where tests that reach its statement run, until one raises or they have taken their budget:
-first one case of each test, the quickest first, then a second one of each, and so on. What outlives them is printed;
-design/013 says what such survivors were. Exit code 1 where the losses as they are fail, 0 else: a survivor is something
-to read, not an error.
+those that take no time, then one case of each other, then a second one of each, and so on. What outlives them is
+printed; design/013 says what such survivors were. Exit code 1 where the losses as they are fail, 0 else: a survivor is
+something to read, not an error.
 """
 
 import argparse
@@ -120,8 +120,8 @@ def reach(site: Site, seen: dict[str, dict[str, set[int]]]) -> set[str]:
 
 
 def chosen(reached: set[str], seconds: dict[str, float], budget: float) -> list[str]:
-    """The tests to run, in order: case by case of each test, the quickest first, until they have taken `budget`."""
-    order = sorted(reached, key=lambda name: (int(name.partition("[")[2][:-1]), seconds[name]))
+    """The tests to run, in order, until they have taken `budget`: what takes no time, then case by case of each."""
+    order = sorted(reached, key=lambda n: (seconds[n] > 0.05 and 1 + int(n.partition("[")[2][:-1]), seconds[n]))
     spent = itertools.accumulate(seconds[name] for name in order)
     return [name for name, before in zip(order, [0.0, *spent], strict=False) if before < budget]
 
