@@ -80,7 +80,9 @@ def least_rows(dtype: torch.dtype) -> int:
 
 def linear(rows: Tensor, weight: Tensor) -> Tensor:
     """(..., T, in), (out, in) -> (..., T, out), differentiable in both."""
-    return _Product.apply(rows, weight, None) if serves(weight.dtype) else torch.nn.functional.linear(rows, weight)
+    if not serves(weight.dtype):
+        return torch.nn.functional.linear(rows, weight)
+    return _Product.apply(rows, weight, None)
 
 
 class FrozenLinear:
@@ -108,7 +110,7 @@ class FrozenLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         if not self.packed:
             return torch.nn.functional.linear(rows, self._held, self.bias)
-        out = _Product.apply(rows, None, self)
+        out = _Product.apply(rows, None, self) if rows.requires_grad else self.product(rows)
         return out if self.bias is None else out + self.bias
 
     def product(self, rows: Tensor) -> Tensor:
