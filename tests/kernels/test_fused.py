@@ -1,6 +1,8 @@
 """The fused loss against the loss of its logits: any chunk, long actions, protection, early exit, gradients."""
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,9 +85,9 @@ class Counted:
             self.done += out.shape[0] / self.rows
             return logits(head, out, rows)
 
-        def counted_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+        def counted_product(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> None:
             self.done += 2 * hidden.shape[0] / self.rows  # dH has as many rows
-            product(total, gradient, hidden)
+            product(total, gradient, hidden, first)
 
         monkeypatch.setattr(_spod_fused.Head, "logits", counted_logits)
         monkeypatch.setattr(_spod_fused, "add_product", counted_product)
@@ -132,6 +134,29 @@ def test_an_early_exit_reads_less_of_the_teacher(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(_spod_fused.Head, "logits", counted_logits)
     spod.fused_linear_success_preserving_loss(*student, *teacher, **rest, chunk_tokens=24, exact_teacher_logprob=False)
     assert 0 < rows <= 0.7 * len(rest["actions"])
+
+
+def test_a_gradient_that_is_zero_is_never_written() -> None:
+    """Everything protected above the floor: the head's gradient is zeros in memory that is not resident."""
+    resident = Path("/proc/self/statm")
+    if not resident.exists():
+        pytest.skip("the system does not tell what is resident")
+
+    def pages() -> int:
+        return int(resident.read_text().split()[1])
+
+    student, teacher, rest = heads(torch.float32, 40.0)
+    rest["success"][:] = True
+    width = 1 << 16  # the head, and so its gradient, is 75 MiB
+    wide = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in student]
+    leaves = [x.requires_grad_() for x in wide]
+    before = pages()
+    loss = spod.fused_linear_success_preserving_loss(*leaves, *teacher, **rest)
+    loss.loss.backward()
+    assert loss.gate.all()
+    assert leaves[1].grad is not None
+    assert (pages() - before) * os.sysconf("SC_PAGE_SIZE") < 2**25
+    assert not leaves[1].grad.any()
 
 
 def test_no_tile_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ GEMMs for the logits and two for the gradients, and only the first two where an 
 An action longer than a chunk is measured first and, only if it has a gradient, computed again.
 """
 
+import math
+import mmap
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,17 @@ def chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
     return max(16, TILE // max(1, vocabulary * dtype.itemsize))
 
 
+def blank(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros on the device of `like`; on the CPU in memory that costs nothing until it is written, in huge pages."""
+    size = math.prod(shape) * dtype.itemsize
+    if like.device.type != "cpu" or size < 2 * mmap.PAGESIZE:
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+    pages = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
 class Fused:
     """One evaluation: the statistics of every row, and, where wanted, the gradients of hidden states and head."""
 
@@ -45,20 +58,25 @@ class Fused:
         self.levels = levels_of(batch)
         self.known = student.hidden.new_zeros(count, len(COLUMNS), dtype=torch.float64)
         precise = torch.float64 if student.hidden.dtype == torch.float64 else torch.float32
-        self.grad_hidden = torch.zeros_like(student.hidden, dtype=precise) if want[0] else None
-        self.grad_head = torch.zeros_like(student.head, dtype=precise) if want[1] else None
+        self.grad_hidden, self.grad_head = (
+            blank(x.shape, x, precise) if wanted else None
+            for x, wanted in zip((student.hidden, student.head), want, strict=True)
+        )
+        self.written = False
         # Half precision cannot hold 1 / (n S E) of a large batch: the largest weight is made 1, undone at the end.
         self.scale = 1.0 / float(self.levels.weights.max()) if precise != student.hidden.dtype else 1.0
         self.most = min(most, count)
-        self.tiles = [student.hidden.new_empty(self.most, vocabulary) for _ in range(2)]
+        tile = torch.Size([self.most, vocabulary])
+        self.tiles = [blank(tile, student.hidden, student.hidden.dtype) for _ in range(2)]
 
     def run(self) -> None:
         """Every chunk in turn."""
         for span in plan(self.levels.tokens.tolist(), self.levels.success.tolist(), self.most):
             (self.whole if span.rows.stop - span.rows.start <= self.most else self.long)(span)
-        for gradient in (self.grad_hidden, self.grad_head):
-            if gradient is not None and self.scale != 1.0:
-                gradient.div_(self.scale)
+        if self.written and self.scale != 1.0:
+            for gradient in (self.grad_hidden, self.grad_head):
+                if gradient is not None:
+                    gradient.div_(self.scale)
 
     def whole(self, span: Span) -> None:
         """Rows that fit the tiles, and whose gates are decided by them or cannot open."""
@@ -173,6 +191,7 @@ class Fused:
         active = weights.any(0)
         if not (self.wanted and bool(active.any())):
             return
+        first, self.written = not self.written, True
         p, q = (tile[: rows.stop - rows.start] for tile in self.tiles)
         ops.gradient_(p, p, q, self.batch.actions[rows], self.known[rows], Weights(*weights))
         index = slice(None) if bool(active.all()) else active.nonzero()[:, 0]
@@ -181,13 +200,16 @@ class Fused:
         if self.grad_hidden is not None:
             self.grad_hidden[rows][index] = (p @ self.student.head).to(self.grad_hidden.dtype)
         if self.grad_head is not None:
-            add_product(self.grad_head, p, self.student.hidden[rows][index])
+            add_product(self.grad_head, p, self.student.hidden[rows][index], first)
 
 
-def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """total += gradient.T @ hidden; where `total` is more precise than these, a slice of the vocabulary at a time."""
+def add_product(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> None:
+    """total += gradient.T @ hidden, the `first` without reading the zeros that are there.
+
+    Where `total` is more precise than these, a slice of the vocabulary at a time.
+    """
     if total.dtype == gradient.dtype:
-        total.addmm_(gradient.t(), hidden)
+        total.addmm_(gradient.t(), hidden, beta=0 if first else 1)
         return
     step = max(1, TILE // max(1, hidden.shape[1] * hidden.itemsize))
     for start in range(0, gradient.shape[1], step):
