@@ -292,4 +292,12 @@ LOGITS = (
         'scale = 1.0 if divergence == "reverse_kl" else 1.0 - mixture',
         "scale = 1.0",
     ),
+    one(
+        "tails-always-dropped",
+        "every tail dropped: the renormalised weights where a bucket was asked for",
+        "sdpo/service_weights",
+        "_service_weights.py",
+        "SMALLEST_TAIL = 1e-6",
+        "SMALLEST_TAIL = 1.0",
+    ),
 )

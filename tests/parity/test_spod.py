@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 import oracle
-from cases import DTYPES, REGIMES, SpodCase, settled, spod_cases, tensor
+from cases import DTYPES, REGIMES, SpodCase, log_softmax, settled, spod_cases, tensor
 from ledger import compare
 from paritygate_reference import sdpo as sdpo_reference
 from paritygate_reference import spod as reference
@@ -189,8 +189,11 @@ def test_service_weights_have_the_gradient_of_the_loss(losses: Any, device: str,
         if top_k is not None:
             n, s = np.bincount(case.action_index), np.bincount(case.episode_index)
             of_row = 1.0 / (n * s[case.episode_index] * len(s))[case.action_index]
+            masses = np.exp(log_softmax(case.student))
+            dropped = [float(masses[row, order[row, top_k:]].sum()) < 1e-6 for row in rows]
+            compare("spod/service_weights", weights.tail_dropped, dropped, dtype="float64", where="dropped")
             for row in rows[~np.array(gates)[case.action_index]]:
-                options = {"divergence": "forward_kl", "top_k": top_k, "tail": not bool(weights.tail_dropped[row])}
+                options = {"divergence": "forward_kl", "top_k": top_k, "tail": not dropped[row]}
                 pair = case.student[row][None, None], case.teacher[row][None, None]
                 expected[row] = of_row[row] * sdpo_reference.logit_loss_grad(*pair, np.ones((1, 1)), **options)[0, 0]
         compare("spod/service_weights", gradient, expected, dtype="float64")
