@@ -17,11 +17,13 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -78,13 +80,19 @@ class Fate(NamedTuple):
     became: str
 
 
+def left_out() -> re.Pattern[str]:
+    """Names of the operators that cosmic-ray.toml leaves out."""
+    config = tomllib.loads((ROOT / "cosmic-ray.toml").read_text())["cosmic-ray"]
+    return re.compile("|".join(config["filters"]["operators-filter"]["exclude-operators"]))
+
+
 def sites(file: str) -> list[Site]:
-    """Every mutant of a file of the losses that an operator without arguments makes."""
+    """Every mutant of a file of the losses that an operator makes which takes no arguments and is not left out."""
     source = (LOSSES / file).read_text()
     nodes, known = list(ast_nodes(get_ast(source))), statements(source)
     found = []
     for name in sorted(operator_names()):
-        if get_operator(name).arguments():
+        if get_operator(name).arguments() or left_out().match(name):
             continue
         operator = get_operator(name)()
         places = [place for node in nodes for place in operator.mutation_positions(node)]

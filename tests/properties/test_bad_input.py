@@ -121,6 +121,7 @@ def logit_loss(module: Any, student: np.ndarray, teacher: np.ndarray, mask: np.n
         ({"divergence": "jsd", "mixture": 0.0}, "mixture"),
         ({"divergence": "jsd", "mixture": 1.0}, "mixture"),
         ({"divergence": "jsd", "mixture": -0.5}, "mixture"),
+        ({"divergence": "jsd", "mixture": 1.5}, "mixture"),
         ({"divergence": "jsd", "mixture": NAN}, "mixture"),
         ({"top_k": 5}, "top_k"),
         ({"top_k": 0}, "top_k"),
@@ -176,8 +177,12 @@ def test_service_weights() -> None:
         sdpo.cross_entropy_weights(rows, rows[:1])
     with pytest.raises(ValueError, match="divergence"):
         sdpo.cross_entropy_weights(rows, rows, divergence="kl")
-    with pytest.raises(ValueError, match="mixture"):
-        sdpo.cross_entropy_weights(rows, rows, divergence="jsd", mixture=1.0)
+    for mixture in (0.0, 1.0, 1.5, -0.5, NAN):
+        with pytest.raises(ValueError, match="mixture"):
+            sdpo.cross_entropy_weights(rows, rows, divergence="jsd", mixture=mixture)
+    for shape in ((3,), (2, 0), (1, 2, 3)):
+        with pytest.raises(ValueError, match="shapes"):
+            sdpo.cross_entropy_weights(torch.zeros(shape), torch.zeros(shape))
     bad = rows.clone()
     bad[1, 0] = NAN
     with pytest.raises(ValueError, match="student row 1"):
@@ -186,6 +191,57 @@ def test_service_weights() -> None:
     with pytest.raises(ValueError, match=r"position \(1, 0\)"):
         sdpo.cross_entropy_weights(rows, bad)
     assert torch.isfinite(sdpo.cross_entropy_weights(bad - 2, rows - 2).weights).all()
+
+
+@pytest.mark.parametrize("divergence", sdpo.DIVERGENCES)
+@pytest.mark.parametrize("tail", [True, False])
+def test_service_weights_of_an_entry_that_the_student_excludes(divergence: str, tail: bool) -> None:
+    """Its weight is the teacher's mass there under a forward KL, else 0; with none of it, the others are as without."""
+    student, teacher = torch.tensor([[-1.0, -INF, -2.0]]), torch.tensor([[-1.5, -1.0, -2.5]])
+    options = {"divergence": divergence, "mixture": 0.3, "tail": tail}
+    weights = sdpo.cross_entropy_weights(student, teacher, **options).weights
+    assert torch.isfinite(weights).all()
+    mass = torch.tensor(-1.0).exp() / (1.0 if tail else teacher.double().exp().sum())
+    torch.testing.assert_close(weights[0, 1], (divergence == "forward_kl") * mass, rtol=1e-6, atol=0, check_dtype=False)
+    teacher[0, 1] = -INF
+    both = sdpo.cross_entropy_weights(student, teacher, **options).weights
+    alone = sdpo.cross_entropy_weights(student[:, [0, 2]], teacher[:, [0, 2]], **options).weights
+    torch.testing.assert_close(both[:, [0, 2]], alone, rtol=1e-14, atol=0)
+    assert both[0, 1] == 0.0
+
+
+ROWS = {
+    "student_logprobs": torch.full((2, 3), -2.0),
+    "teacher_logprobs": torch.full((2, 3), -2.0),
+    "student_sampled": torch.tensor([-1.0, -1.0]),
+    "teacher_sampled": torch.tensor([-1.0, -2.0]),
+    "action_index": torch.tensor([0, 1]),
+    "episode_index": torch.tensor([0, 0]),
+    "success": torch.tensor([True]),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"student_logprobs": torch.zeros(3, 3)}, "3 rows of log-probabilities, 2 sampled tokens"),
+        ({"teacher_logprobs": torch.zeros(2, 2)}, "shapes"),
+        ({"teacher_sampled": torch.zeros(3)}, "shapes differ"),
+        ({"student_sampled": torch.tensor([-1.0, -INF])}, "student's sampled logprob at position 1"),
+        ({"student_sampled": torch.tensor([NAN, -1.0])}, "student's sampled logprob at position 0"),
+        ({"teacher_sampled": torch.tensor([-1.0, INF])}, "teacher's sampled logprob at position 1"),
+        ({"teacher_sampled": torch.tensor([NAN, -1.0])}, "teacher's sampled logprob at position 0"),
+        ({"action_index": torch.tensor([0, 2])}, "action_index"),
+        ({"success": torch.tensor([True, True])}, "episode 1 has no action"),
+        ({"tau0": 0.0}, "tau0"),
+        ({"floor_weight": INF}, "floor_weight"),
+    ],
+)
+def test_service_weights_of_spod(changes: dict[str, Any], place: str) -> None:
+    with pytest.raises(ValueError, match=place):
+        spod.success_preserving_weights(**{**ROWS, **changes})
+    unlikely = {**ROWS, "teacher_sampled": torch.tensor([-1.0, -INF])}  # a teacher may exclude what was sampled
+    assert spod.success_preserving_weights(**unlikely).gate.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("mean", [grpo_reference.group_mean_advantage, grpo.group_mean_advantage])
@@ -314,6 +370,7 @@ def with_value(value: float) -> torch.Tensor:
         ({"tau0": NAN}, "tau0"),
         ({"floor_weight": -1.0}, "floor_weight"),
         ({"floor_weight": NAN}, "floor_weight"),
+        ({"floor_weight": INF}, "floor_weight"),
         ({"success": torch.ones(3, dtype=torch.bool)}, "episode 2 has no action"),
         ({"success": torch.ones(1, dtype=torch.bool)}, "episode_index is out of order"),
         ({"student_logits": with_value(NAN)}, "student_logits row 1"),
