@@ -1,7 +1,7 @@
 """SPOD's rows on the CPU by torch in float32, where there is no compiler: a few rows at a time, in buffers used again.
 
 Maximum and sum are kept apart and sums are float64, as in rows.hpp. A gradient `p - q` is a plain difference of float32
-where either is small beside the row's largest entry; elsewhere, where what they have in common would cancel, it is
+where p is small beside the row's largest entry; elsewhere, where what they have in common would cancel, it is
 `(p + q) tanh(r / 2)` with r = log p - log q, which keeps the digits of r.
 """
 
@@ -16,8 +16,9 @@ from .. import _spod_rows as float64
 from .cpu import COLUMNS, DTYPES
 
 BLOCK = 5 << 18  # entries whose exponentials are kept: three buffers of float32 stay in a last-level cache
-PIECE = 1 << 18  # entries that are worked on at once
-CHUNK = 128  # entries of a row that are mended together
+PIECE = 1 << 19  # entries that are worked on at once
+CHUNK = 128  # entries of a row that are added up, and mended, together
+LARGEST = 8  # chunks of a row that are added up in float64: the others together are many, and their rounding is noise
 NEAR = 0.25  # of a row's largest |p - q|: float32 is good to 1e-7 of p and q, the gradient to 3e-7 of that entry
 
 
@@ -25,6 +26,19 @@ def serves(student: Tensor, teacher: Tensor) -> bool:
     """Whether float32 is enough for these (N, V) logits: on the CPU, one dtype, no float64."""
     kinds = (student.device.type, teacher.device.type, student.dtype)
     return kinds == ("cpu", "cpu", teacher.dtype) and student.dtype in DTYPES and student.shape[1] > 0
+
+
+def sums(values: Tensor) -> Tensor:
+    """Of each row (n, whole CHUNKs) of float32, float64."""
+    n, chunks = values.shape[0], values.shape[1] // CHUNK
+    if chunks <= 2 * LARGEST:
+        return values.sum(-1, dtype=torch.float64)
+    parts = values.view(n, chunks, CHUNK)
+    rough = parts.sum(-1)
+    at = rough.abs().topk(LARGEST).indices
+    first = torch.arange(0, n * chunks, chunks)[:, None]
+    largest = parts.view(-1, CHUNK).index_select(0, (at + first).flatten()).view(n, -1)
+    return rough.double().scatter_(1, at, 0.0).sum(-1) + largest.sum(-1, dtype=torch.float64)
 
 
 class Block:
@@ -35,7 +49,6 @@ class Block:
         self.step = max(2, PIECE // vocabulary)  # rows at once: two at least, for torch adds up a row in one thread
         self.p, self.q, self.apart = (torch.zeros(rows, wide) for _ in range(3))
         self.room = torch.zeros(min(rows, self.step), wide)
-        self.precise = torch.empty_like(self.room, dtype=torch.float64)
 
     def pieces(self, rows: slice) -> Iterator[tuple["Block", slice]]:
         """Blocks on the same buffers, `step` rows each, and the rows that they are for."""
@@ -46,18 +59,14 @@ class Block:
             part.p, part.q, part.apart = (x[inside] for x in (self.p, self.q, self.apart))
             yield part, own
 
-    def sums(self, values: Tensor) -> Tensor:
-        """Of each row (n, V), float64."""
-        return self.precise[: len(values)].copy_(values).sum(-1)
-
-    def read(self, student: Tensor, teacher: Tensor, known: Tensor) -> None:
-        """Fill the buffers from logits (n, V) and the maxima among what is `known` of them."""
+    def read(self, student: Tensor, teacher: Tensor, known: Tensor, *, find: bool = False) -> None:
+        """Fill the buffers from logits (n, V) and their maxima, which are `known`, or found and noted there."""
         v = student.shape[1]
-        for buffer, logits, top in ((self.p, student, known[:, 0]), (self.q, teacher, known[:, 2])):
-            if logits.dtype == torch.float32:
-                torch.sub(logits, top[:, None].float(), out=buffer[:, :v])
-            else:
-                buffer[:, :v].copy_(logits).sub_(top[:, None].float())
+        for buffer, logits, column in ((self.p, student, 0), (self.q, teacher, 2)):
+            values = logits if logits.dtype == torch.float32 else buffer[:, :v].copy_(logits)
+            if find:
+                known[:, column] = values.amax(-1)
+            torch.sub(values, known[:, column, None].float(), out=buffer[:, :v])
         torch.sub(self.p[:, :v], self.q[:, :v], out=self.apart[:, :v])
         self.p[:, :v].exp_()
         self.q[:, :v].exp_()
@@ -66,11 +75,11 @@ class Block:
         """The COLUMNS of these rows, (n, 9) float64."""
         n, v = student.shape
         known = torch.zeros(n, len(COLUMNS), dtype=torch.float64)
-        known[:, 0], known[:, 2], known[:, 7] = student.amax(-1), teacher.amax(-1), torch.nan
-        self.read(student, teacher, known)
-        known[:, 1], known[:, 3] = self.sums(self.p), self.sums(self.q)
+        known[:, 7] = torch.nan
+        self.read(student, teacher, known, find=True)
+        known[:, 1], known[:, 3] = sums(self.p), sums(self.q)
         log_p, log_q = known[:, 1].log(), known[:, 3].log()
-        cross = self.sums(torch.mul(self.q, self.apart, out=self.room[:n]))
+        cross = sums(torch.mul(self.q, self.apart, out=self.room[:n]))
         for i in (cross.isnan() & ~(log_p.isnan() | log_q.isnan())).nonzero()[:, 0].tolist():
             cross[i] = self.cross_of_excluded(i)
         kl = (log_p - log_q - cross / known[:, 3]).clamp(min=0.0)
@@ -97,7 +106,9 @@ class Block:
         """`kl (p - q) + floor (p - onehot)` into `out` (n, V); uses the buffers up."""
         n, v = out.shape
         of_kl, of_floor = weights
-        p, q, room = self.p, self.q, self.room[:n]
+        p, q = self.p, self.q
+        direct = out.dtype == torch.float32 and v == p.shape[1] and out.is_contiguous()
+        room = out if direct else self.room[:n]
         sum_p, sum_q = known[:, 1], known[:, 3]
         kl, floor = bool(of_kl.any()), bool(of_floor.any())
         if not (kl or floor):
@@ -117,19 +128,17 @@ class Block:
         l_p, l_q = known[taken, 4], known[taken, 5]  # in float64: p - 1 of an action that is nearly sure
         of_student = of_kl[taken] * torch.where(of_kl[taken] == 0, 0.0, l_p.exp() - l_q.exp())
         room[taken, actions[taken]] = (of_student + of_floor[taken] * l_p.expm1()).float()
-        out.copy_(room[:, :v])
+        if not direct:
+            out.copy_(room[:, :v])
 
     def sharpen(self, gradient: Tensor, shift: Tensor) -> None:
-        """Replace `p - q` by `(p + q) tanh(r / 2)` in every chunk where both exceed NEAR of the row's largest."""
+        """Replace `p - q` by `(p + q) tanh(r / 2)` in every chunk where p exceeds NEAR of the row's largest."""
         bound = NEAR * torch.maximum(gradient.amax(-1), -gradient.amin(-1))
-        smaller = torch.minimum(self.p, self.q, out=self.p).view(len(gradient), -1, CHUNK)
-        hot = (smaller.amax(-1) > bound[:, None]).flatten().nonzero()[:, 0]
-        if len(hot) == 0:
-            return
-        common, plain, apart = (x.view(-1, CHUNK).index_select(0, hot) for x in (self.p, gradient, self.apart))
-        of_row = shift[hot // smaller.shape[1], None]
-        sharp = common.mul_(2.0).add_(plain.abs_()).mul_(apart.sub_(of_row).mul_(0.5).tanh_())
-        gradient.view(-1, CHUNK).index_copy_(0, hot, sharp)
+        chunks = self.p.view(len(gradient), -1, CHUNK)
+        hot = (chunks.amax(-1) > bound[:, None]).flatten().nonzero()[:, 0]
+        p, q, apart = (x.view(-1, CHUNK).index_select(0, hot) for x in (self.p, self.q, self.apart))
+        of_row = shift[hot // chunks.shape[1], None]
+        gradient.view(-1, CHUNK).index_copy_(0, hot, p.add_(q).mul_(apart.sub_(of_row).mul_(0.5).tanh_()))
 
 
 def block_for(student: Tensor, entries: int) -> Block:
