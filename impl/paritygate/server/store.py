@@ -155,7 +155,8 @@ class Store:
         try:
             # Where it lies decides its name: somebody may have renamed or copied the folder.
             data: dict[str, Any] = dict(json.loads(file.read_text()))
-            checkpoint = Checkpoint(**(data | {"run": run, "kind": kind, "name": name}))
+            data.update(run=run, kind=kind, name=name)
+            checkpoint = Checkpoint(**data)
             _check(checkpoint)
         except (FileNotFoundError, NotADirectoryError):
             raise RequestError(f"there is no checkpoint {path}", 404) from None
