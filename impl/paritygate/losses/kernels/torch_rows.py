@@ -7,7 +7,9 @@ where p is small beside the row's largest entry; elsewhere, where what they have
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +17,9 @@ from torch import Tensor
 from .. import _spod_rows as float64
 from .cpu import COLUMNS, DTYPES
 
+Task = TypeVar("Task")
 BLOCK = 5 << 18  # entries whose exponentials are kept: three buffers of float32 stay in a last-level cache
-PIECE = 1 << 19  # entries that are worked on at once
+PIECE = 1 << 17  # entries that are worked on at once
 CHUNK = 128  # entries of a row that are added up, and mended, together
 LARGEST = 8  # chunks of a row that are added up in float64: the others together are many, and their rounding is noise
 NEAR = 0.25  # of a row's largest |p - q|: float32 is good to 1e-7 of p and q, the gradient to 3e-7 of that entry
@@ -44,9 +47,9 @@ def sums(values: Tensor) -> Tensor:
 class Block:
     """Some rows: exp(p - max p), exp(q - max q), the difference of the exponents, room; whole CHUNKs, 0 beyond V."""
 
-    def __init__(self, rows: int, vocabulary: int) -> None:
-        wide = -(-vocabulary // CHUNK) * CHUNK
-        self.step = max(2, PIECE // vocabulary)  # rows at once: two at least, for torch adds up a row in one thread
+    def __init__(self, student: Tensor, entries: int) -> None:
+        rows, wide = rows_of(student, entries), -(-student.shape[1] // CHUNK) * CHUNK
+        self.step = rows_of(student, PIECE)
         self.p, self.q, self.apart = (torch.zeros(rows, wide) for _ in range(3))
         self.room = torch.zeros(min(rows, self.step), wide)
 
@@ -141,16 +144,43 @@ class Block:
         gradient.view(-1, CHUNK).index_copy_(0, hot, p.add_(q).mul_(apart.sub_(of_row).mul_(0.5).tanh_()))
 
 
-def block_for(student: Tensor, entries: int) -> Block:
-    """The buffers for as many rows of (N, V) logits as have that many entries, two at least."""
-    return Block(min(len(student), max(2, entries // student.shape[1])), student.shape[1])
+def rows_of(student: Tensor, entries: int) -> int:
+    """How many rows of (N, V) logits have that many entries, one at least."""
+    return max(1, min(len(student), entries // student.shape[1]))
+
+
+def share(tasks: Sequence[Task], make: Callable[[], Block], work: Callable[[Block, Task], None]) -> None:
+    """`work` on every task, on as many threads as torch has: each its own buffers, and no operator is shared by two.
+
+    Two threads that meet after every operator are slower than one, as soon as anything else runs.
+    """
+    whole, waiting = torch.get_num_threads(), iter(tasks)
+
+    @torch.no_grad()
+    def worker() -> None:
+        block = make()
+        for task in waiting:
+            work(block, task)
+
+    if min(whole, len(tasks)) < 2:
+        worker()
+        return
+    try:
+        with ThreadPoolExecutor(min(whole, len(tasks)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for done in [pool.submit(worker) for _ in range(min(whole, len(tasks)))]:
+                done.result()
+    finally:
+        torch.set_num_threads(whole)
 
 
 def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
     """The COLUMNS of each row, (N, 9) float64, of (N, V) logits and (N,) int64 actions."""
     known = torch.empty(len(student), len(COLUMNS), dtype=torch.float64)
-    for rows in _blocks(block := block_for(student, PIECE), len(student)):
+
+    def measure(block: Block, rows: slice) -> None:
         _measure(block, known, student, teacher, actions, rows)
+
+    share(_blocks(student), lambda: Block(student, PIECE), measure)
     return known
 
 
@@ -162,13 +192,16 @@ def gradient_(
     c0 is c1 + c2, as in every gradient of SPOD.
     """
     weights = float64.Weights(coefficients[:, 1], coefficients[:, 2])
-    for own in _blocks(block := block_for(student, PIECE), len(student)):
+
+    def differentiate(block: Block, own: slice) -> None:
         _differentiate(block, out, student, teacher, actions, rows, weights, own, again=True)
 
+    share(_blocks(student), lambda: Block(student, PIECE), differentiate)
 
-def _blocks(block: Block, count: int) -> Iterator[slice]:
-    most = len(block.p)
-    return (slice(i, min(i + most, count)) for i in range(0, count, most))
+
+def _blocks(student: Tensor) -> list[slice]:
+    count, most = len(student), rows_of(student, PIECE)
+    return [slice(i, min(i + most, count)) for i in range(0, count, most)]
 
 
 def _measure(block: Block, known: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, rows: slice) -> None:
@@ -211,11 +244,12 @@ def statistics_and_gradient_(
     """As `cpu.statistics_and_gradient_`: rows are read once, but for a successful action that no block holds whole."""
     from .._spod_levels import Levels, parts_of
 
-    block, count = block_for(student, BLOCK), len(student)
+    count, most = len(student), rows_of(student, BLOCK)
     known = torch.empty(count, len(COLUMNS), dtype=torch.float64)
     given = float64.Weights(*(torch.zeros(count, dtype=torch.float64) for _ in range(2)))
-    most = len(block.p)
-    for rows, own in float64.plan(tokens.tolist(), success.tolist(), most):
+
+    def both(block: Block, span: float64.Span) -> None:
+        rows, own = span
         pieces = [slice(i, min(i + most, rows.stop)) for i in range(rows.start, rows.stop, most)]
         for piece in pieces:
             _measure(block, known, student, teacher, actions, piece)
@@ -228,4 +262,6 @@ def statistics_and_gradient_(
             given.floor[rows] = parts.of_floor.repeat_interleave(levels.tokens)
         for piece in pieces:
             _differentiate(block, out, student, teacher, actions, known, given, piece, again=len(pieces) > 1)
+
+    share(float64.plan(tokens.tolist(), success.tolist(), most), lambda: Block(student, BLOCK), both)
     return known
