@@ -11,13 +11,11 @@ from asked import asked_for
 from scripted_service import JUDGE, POLICY, USER, ScriptedService
 from small import ROOT
 
-from counts import soak
 from paritygate.experiment.journal import read_lines
 from paritygate.receipts import PhaseChain
 from paritygate.spec import load
 
-STEPS = soak(quick=2, full=20)
-ITEMS = soak(quick=4, full=60)
+STEPS, ITEMS = 20, 60
 
 
 @pytest.fixture
