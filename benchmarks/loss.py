@@ -1,7 +1,8 @@
-"""SPOD with logits given, forward and backward: ours, plain autograd, TRL, torchtune, the floor of moving the bytes.
+"""SPOD and SDPO with logits given, forward and backward: ours, plain autograd, TRL, torchtune, the floor of moving it.
 
-Peers are measured where installed (`pip install --no-deps trl==1.16.0 torchtune`); none of them has a gate, so they
-compute the forward KL alone. Results are compared before anything is timed.
+Peers are measured where installed (`pip install --no-deps trl==1.16.0 torchtune`); none of them has SPOD's gate, so
+they compute the forward KL alone. SDPO is its reverse KL, over the full vocabulary and over the student's top 100 and
+a tail. Results are compared before anything is timed.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import torch
 from measure import Run, agree, extra_bytes, interleaved, machine, peer, peer_file, save, table
 from torch import Tensor
 
-from paritygate.losses import spod
+from paritygate.losses import sdpo, spod
 from paritygate.losses.kernels import compiled, cpu
 
 TOKENS = 8  # in an action
@@ -93,6 +94,73 @@ def contestants(data: dict[str, Tensor], buffer: Tensor) -> dict[str, Run]:
         teacher = list(data["teacher_logits"][None].chunk(8, dim=1))
         runs["torchtune chunked forward KL"] = through(lambda: loss(list(leaf[None].chunk(8, dim=1)), teacher, labels))
     return runs
+
+
+def divergence(student: Tensor, teacher: Tensor, top_k: int | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The mean reverse KL as one would write it down, over everything or the student's top k and a tail."""
+    log_p, log_q = student.to(dtype).log_softmax(-1), teacher.to(dtype).log_softmax(-1)
+    if top_k is not None:
+        at = student.topk(top_k, dim=-1).indices
+        kept = [x.gather(1, at) for x in (log_p, log_q)]
+        log_p, log_q = (
+            torch.cat([x, torch.log(-torch.expm1(x.logsumexp(-1, keepdim=True).clamp(max=-1e-7)))], dim=1) for x in kept
+        )
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+
+def sdpo_contestants(data: dict[str, Tensor], top_k: int | None) -> dict[str, Run]:
+    """Each runs forward and backward once, on logits that are a leaf."""
+    leaf, teacher = data["student_logits"].requires_grad_(), data["teacher_logits"]
+    mask = torch.ones(1, len(leaf), dtype=torch.bool, device=leaf.device)
+
+    def through(loss: Any) -> Run:
+        def run() -> Tensor:
+            leaf.grad = None
+            loss().backward()
+            assert leaf.grad is not None
+            return leaf.grad
+
+        return run
+
+    runs = {
+        "plain autograd": through(lambda: divergence(leaf, teacher, top_k)),
+        "ours": through(lambda: sdpo.logit_loss(leaf[None], teacher[None], mask, top_k=top_k)),
+    }
+    if module := peer_file("trl", "experimental/sdpo/loss_utils.py", {"trainer.utils": "selective_log_softmax"}):
+        full, kept = module.compute_full_logit_self_distillation_loss, module.compute_topk_self_distillation_loss
+        options: dict[str, Any] = {"distillation_alpha": 1.0}
+        if top_k is not None:
+            options |= {"distillation_topk": top_k, "distillation_add_tail": True}
+        theirs = full if top_k is None else kept
+        runs["TRL SDPO"] = through(lambda: theirs(leaf, teacher, **options).mean())
+    return runs
+
+
+def measure_sdpo(data: dict[str, Tensor], top_k: int | None, device: str, repeats: int) -> dict[str, Any]:
+    """Median times and extra memory of the reverse KL, after a comparison of gradients at a smaller size."""
+    dtype, size = data["student_logits"].dtype, data["student_logits"].nbytes
+    # In float32: in half precision logits tie, and everybody breaks ties at the edge of the top k otherwise.
+    small = problem(32, 4099, torch.float32, device)
+    exact = small["student_logits"].double().requires_grad_()
+    divergence(exact, small["teacher_logits"].double(), top_k, torch.float64).backward()
+    for name, run in sdpo_contestants(small, top_k).items():
+        agree(f"{name}, reverse KL, top {top_k}", run(), exact.grad, TOLERANCE[torch.float32])
+    runs = sdpo_contestants(data, top_k)
+    extra = extra_of(runs, data, device)
+    times = interleaved(runs, repeats, device)
+    lines = [
+        {
+            "": name,
+            "ms": 1e3 * seconds,
+            "x plain": times["plain autograd"] / seconds,
+            "x TRL": times.get("TRL SDPO", math.nan) / seconds,
+            "extra / logits": None if extra[name] is None else max(0, extra[name] or 0) / size,
+        }
+        for name, seconds in times.items()
+    ]
+    what = "the full vocabulary" if top_k is None else f"the top {top_k} and a tail"
+    print(f"\nSDPO's reverse KL over {what}, {dtype}\n{table(lines)}")
+    return {"dtype": str(dtype), "top_k": top_k, "lines": lines}
 
 
 def check(rows: int, vocabulary: int, dtype: torch.dtype, device: str) -> None:
@@ -182,8 +250,12 @@ def main() -> None:
     if options.sweep:
         record["sweep"] = {str(d): sweep(d, options.device, options.repeats) for d in dtypes}
     else:
-        measured = [measure(rows, options.vocabulary, d, options.device, options.repeats) for d in dtypes]
-        record["tables"] = measured
+        record["tables"] = [measure(rows, options.vocabulary, d, options.device, options.repeats) for d in dtypes]
+        record["sdpo"] = [
+            measure_sdpo(problem(rows, options.vocabulary, d, options.device), top_k, options.device, options.repeats)
+            for d in dtypes
+            for top_k in (None, 100)
+        ]
     save(options.json, record)
 
 

@@ -87,14 +87,27 @@ def peer(module: str, name: str) -> Any:
         return None
 
 
-def peer_file(package: str, path: str) -> ModuleType | None:
-    """One file of a peer whose package cannot be imported whole here, loaded alone; None where it is not installed."""
+def peer_file(package: str, path: str, unused: dict[str, str] | None = None) -> ModuleType | None:
+    """One file of a peer whose package cannot be imported whole here, loaded alone; None where it is not installed.
+
+    `unused`: modules of the package that the file imports a name from which what is measured does not call.
+    """
     spec = importlib.util.find_spec(package)
     file = Path(str(spec.origin)).parent / path if spec and spec.origin else None
     if file is None or not file.is_file():
         print(f"  {package} is left out: it is not installed")
         return None
-    loader = importlib.util.spec_from_file_location(f"_{package}_alone", file)
+    root = f"_{package}_alone"
+    name = f"{root}.{path.removesuffix('.py').replace('/', '.')}"
+    for inner in (name, *(f"{root}.{other}" for other in unused or ())):
+        for i in range(inner.count(".")):
+            parent = ModuleType(inner.rsplit(".", i + 1)[0])
+            parent.__path__ = []
+            sys.modules.setdefault(parent.__name__, parent)
+    for other, attribute in (unused or {}).items():
+        sys.modules[f"{root}.{other}"] = ModuleType(f"{root}.{other}")
+        setattr(sys.modules[f"{root}.{other}"], attribute, None)
+    loader = importlib.util.spec_from_file_location(name, file)
     assert loader
     assert loader.loader
     module = importlib.util.module_from_spec(loader)
