@@ -303,6 +303,8 @@ LEVELS = [
     ([0, 1, 1], [1, 0], "episode"),
     ([0, 1, 2], [0, 1, 0], "episode_index is out of order at action"),
     ([], [], "empty"),
+    ([], [0], "empty"),
+    ([0], [], "empty"),
 ]
 
 
