@@ -8,6 +8,7 @@ from kernel_batches import batch
 from test_rows import HALF_ULP, RAGGED, holds
 from torch import Tensor
 
+from counts import SOAK
 from paritygate.losses import sdpo, spod
 
 DTYPES = pytest.mark.parametrize("dtype", HALF_ULP, ids=str)
@@ -39,6 +40,37 @@ def test_one_graph_the_same_bits(dtype: torch.dtype, backend: str) -> None:
     assert torch.equal(gate, expected.gate)
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, gradient)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.skipif(not SOAK, reason="inductor compiles for a minute")
+@pytest.mark.parametrize("top_k", [None, 7])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_inductor_the_same_loss_and_gradient(kind: str, top_k: int | None) -> None:
+    """SPOD and the divergences amid operations that inductor fuses: one graph, the same bits for SPOD."""
+    torch._dynamo.reset()
+    data = batch(RAGGED, 130, torch.float32, sure=4.0)
+    student, teacher, mask = data.pop("student_logits"), data["teacher_logits"], torch.ones(len(data["actions"]))
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        own = 1.5 * x + 0.25
+        options = {"divergence": kind, "top_k": top_k, "validate": False}
+        return (
+            spod.success_preserving_loss(own, **data, validate=False).loss,
+            sdpo.logit_loss(own[None], teacher[None], mask[None], **options),
+        )
+
+    found = []
+    for run in (step, torch.compile(step, backend="inductor", fullgraph=True)):
+        leaf = student.clone().requires_grad_()
+        losses = run(leaf)
+        sum(losses).backward()
+        assert leaf.grad is not None
+        found.append((*(x.detach() for x in losses), leaf.grad))
+    (own, other, slope), (own_again, other_again, slope_again) = found
+    assert torch.equal(own, own_again)
+    assert torch.allclose(other, other_again, rtol=1e-6, atol=0)
+    assert (slope - slope_again).abs().max() <= 3e-7 * slope.abs().max()
 
 
 def moved(data: dict[str, Tensor], device: str) -> dict[str, Tensor]:
