@@ -323,6 +323,7 @@ def test_levels(action_index: list[int], episode_index: list[int], place: str) -
         (torch.zeros(2, 2), torch.tensor([0, 0]), torch.tensor([0])),
         (torch.tensor(0.0), torch.tensor([0]), torch.tensor([0])),
         (torch.zeros(2), torch.tensor([0]), torch.tensor([0])),
+        (torch.zeros(2), torch.tensor([0, 0, 0]), torch.tensor([0])),
         (torch.zeros(2), torch.tensor([[0], [0]]), torch.tensor([0])),
         (torch.zeros(2), torch.tensor([0, 0]), torch.tensor([[0]])),
         (torch.zeros(2), torch.tensor([0, 0]), torch.tensor(0)),
