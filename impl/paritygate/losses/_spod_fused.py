@@ -39,11 +39,10 @@ def chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
 def blank(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros on the device of `like`; on the CPU in memory that costs nothing until it is written, in huge pages."""
     size = math.prod(shape) * dtype.itemsize
-    if like.device.type != "cpu" or size < 2 * mmap.PAGESIZE:
+    if like.device.type != "cpu" or size < 2 * mmap.PAGESIZE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device=like.device)
-    pages = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _spod_rows as float64
-from .cpu import COLUMNS, DTYPES
+from .cpu import COLUMNS, DTYPES, PLAIN
 
 Task = TypeVar("Task")
 BLOCK = 5 << 18  # entries whose exponentials are kept: three buffers of float32 stay in a last-level cache
@@ -28,7 +28,8 @@ NEAR = 0.25  # of a row's largest |p - q|: float32 is good to 1e-7 of p and q, t
 def serves(student: Tensor, teacher: Tensor) -> bool:
     """Whether float32 is enough for these (N, V) logits: on the CPU, one dtype, no float64."""
     kinds = (student.device.type, teacher.device.type, student.dtype)
-    return kinds == ("cpu", "cpu", teacher.dtype) and student.dtype in DTYPES and student.shape[1] > 0
+    plain = type(student) in PLAIN and type(teacher) in PLAIN
+    return plain and kinds == ("cpu", "cpu", teacher.dtype) and student.dtype in DTYPES and student.shape[1] > 0
 
 
 def sums(values: Tensor) -> Tensor:
