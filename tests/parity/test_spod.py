@@ -51,17 +51,20 @@ def test_packed(losses: Any, device: str, dtype: str, regime: str) -> None:
     holds()
 
 
-@pytest.mark.obligation("spod/loss", "spod/gradient")
+@pytest.mark.obligation("spod/loss", "spod/parts", "spod/gradient")
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_of_a_large_vocabulary(losses: Any, device: str, dtype: str, regime: str) -> None:
     @settings(max_examples=3)
-    @given(spod_cases(dtype, regime, vocabularies=(20_011,)))
+    @given(spod_cases(dtype, regime, vocabularies=(1000, 4097, 20_011)))
     def holds(case: SpodCase) -> None:
         expected, _, slopes = expected_of(case)
         result, gradient = losses.spod.success_preserving_loss_and_grad(**case.arguments(device))
-        compare("spod/loss", result.loss, expected.loss, dtype=case.dtype, regime=case.regime)
-        compare("spod/gradient", gradient, slopes, dtype=case.dtype, regime=case.regime)
+        about = {"dtype": case.dtype, "regime": case.regime}
+        compare("spod/loss", result.loss, expected.loss, **about)
+        for part in PARTS:
+            compare("spod/parts", getattr(result, part), flat(getattr(expected, part)), where=part, **about)
+        compare("spod/gradient", gradient, slopes, **about)
 
     holds()
 
