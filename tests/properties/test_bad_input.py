@@ -86,7 +86,7 @@ def test_positions_of_a_batch_are_named() -> None:
 
 @BOTH
 def test_select_sibling(module: Any) -> None:
-    for index in (-1, 2):
+    for index in (-1, 2, 7):
         with pytest.raises(ValueError, match="index"):
             module.select_sibling([0.9, 0.9], index)
     with pytest.raises(ValueError, match="rule"):

@@ -34,6 +34,14 @@ def test_logit_loss_of_any_leading_dimensions(lead: tuple[int, ...], aggregation
     np.testing.assert_allclose(gradient.reshape(-1, 3, 5), expected, rtol=0, atol=1e-15)
 
 
+@pytest.mark.parametrize("make", [sdpo.ema, sdpo.trust_region])
+def test_a_teacher_at_an_end_of_its_rate_does_not_read_the_other(make: Any) -> None:
+    """0 times -inf is NaN: an entry that one side excludes leaves the other side's logits alone."""
+    initial, student = torch.tensor([1.0, -torch.inf, 2.0]), torch.tensor([-torch.inf, 0.5, 3.0])
+    assert torch.equal(make(initial, student, 0.0), initial)
+    assert torch.equal(make(initial, student, 1.0), student)
+
+
 INDICES = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0]), torch.tensor([False])
 
 
