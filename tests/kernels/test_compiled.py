@@ -171,7 +171,7 @@ from paritygate.losses.kernels import compiled
 x = torch.zeros(1, 3); x[0, 0] = 1; i = torch.zeros(1, dtype=torch.int64)
 print(compiled.available(), float(spod.success_preserving_loss(x, x * 2, i, i, i, torch.tensor([False])).loss))
 """
-    environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "PATH")} | {"PATH": ""}
+    environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "PATH", "PARITYGATE_KERNELS")} | {"PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", program, str(FOLDER.parents[2])],
         env=environment, capture_output=True, text=True, timeout=120, check=True,
