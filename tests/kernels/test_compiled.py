@@ -143,6 +143,7 @@ def no_library() -> Iterator[None]:
 def test_without_a_compiler_torch_answers(
     variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PARITYGATE_KERNELS", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(compiled.Unavailable, match=words):
