@@ -192,7 +192,10 @@ def _row(student: Array, teacher: Array, options: _Options, place: str) -> tuple
             log_q = renormalised(teacher, kept, f"logit_loss: teacher row {place}")
     use_tail = options.top_k is not None and options.tail
     p, q = bucketed(log_p, kept, use_tail), bucketed(log_q, kept, use_tail)
-    return _divergence(p, q, options), _row_gradient(p, q, np.exp(log_p), kept, options)
+    top = int(np.argmax(student))
+    with np.errstate(invalid="ignore"):  # -inf - -inf, where the student has no probability
+        ratios = (student - student[top]) - (teacher - teacher[top])
+    return _divergence(p, q, options), _row_gradient(p, q, np.exp(log_p), kept, ratios, options)
 
 
 def _divergence(p: Buckets, q: Buckets, options: _Options) -> float:
@@ -208,35 +211,53 @@ def _divergence(p: Buckets, q: Buckets, options: _Options) -> float:
     )
 
 
-def _row_gradient(p: Buckets, q: Buckets, student: Array, kept: NDArray[np.intp], options: _Options) -> Array:
-    """With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0."""
-    weighted = _bucket_gradients(p.log, q.log, options)
+def _row_gradient(
+    p: Buckets, q: Buckets, student: Array, kept: NDArray[np.intp], ratios: Array, options: _Options
+) -> Array:
+    """With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0.
+
+    As long as no bucket is a constant, a number added to every g changes nothing; see `_bucket_gradients`.
+    """
+    weighted, added = _bucket_gradients(p, q, kept, ratios, options)
     if p.capped:
         weighted[-1] = 0.0
     total = weighted.sum()
-    if not math.isfinite(total):
+    if not math.isfinite(total + added):
         return np.full_like(student, math.nan)
     grad = -student * total
+    grad[kept] += weighted[: len(kept)]
     if p.has_tail:
         dropped = np.ones(len(student), dtype=bool)
         dropped[kept] = False
         grad[dropped] += student[dropped] * (weighted[-1] / np.exp(p.log[-1]))
-    grad[kept] += weighted[: len(kept)]
+        if p.capped:  # what was left out of every g but the tail's
+            rest = student[dropped].sum()
+            grad[kept] += student[kept] * added * rest
+            grad[dropped] -= student[dropped] * added * (1.0 - rest)
     return grad
 
 
-def _bucket_gradients(log_p: Array, log_q: Array, options: _Options) -> Array:
-    """`p_b dD/dp_b` of each bucket; 0 where p_b is 0 and the divergence does not read it."""
+def _bucket_gradients(
+    p: Buckets, q: Buckets, kept: NDArray[np.intp], ratios: Array, options: _Options
+) -> tuple[Array, float]:
+    """`p_b (g_b - c)` of each bucket, 0 where p_b is 0 and the divergence does not read it, and the number c.
+
+    For the reverse KL g_b = log(p_b/q_b) + 1, and c is that of the student's largest entry: between logits of +-65504
+    these are large and nearly equal, and `ratios`, log(p_j/q_j) less that of the largest, come from the logits exactly.
+    """
     if options.divergence == "forward_kl":
-        return -np.exp(log_q)
-    p, weighted = np.exp(log_p), np.zeros_like(log_p)
-    read = p > 0.0
+        return -np.exp(q.log), 0.0
+    student, weighted = np.exp(p.log), np.zeros_like(p.log)
+    read = student > 0.0
     if options.divergence == "reverse_kl":
-        weighted[read] = p[read] * (log_p[read] - log_q[read] + 1.0)
-    else:
-        mixed = log_mixture(log_p, log_q, options.mixture)
-        weighted[read] = (1.0 - options.mixture) * p[read] * (log_p[read] - mixed[read])
-    return weighted
+        top = int(np.argmax(p.log[: len(kept)]))
+        added = p.log[top] - q.log[top]
+        g = np.append(ratios[kept], p.log[-1] - q.log[-1] - added) if p.has_tail else ratios[kept]
+        weighted[read] = student[read] * g[read]
+        return weighted, added + 1.0
+    mixed = log_mixture(p.log, q.log, options.mixture)
+    weighted[read] = (1.0 - options.mixture) * student[read] * (p.log[read] - mixed[read])
+    return weighted, 0.0
 
 
 def _check_options(student: Array, teacher: Array, read: NDArray[np.bool_], options: _Options) -> None:
