@@ -45,6 +45,7 @@ def logit_loss(
     vocabulary = student_logits.shape[-1]
     student, teacher = student_logits.reshape(-1, vocabulary), teacher_logits.detach().reshape(-1, vocabulary)
     rows, weights = read.flatten(), weights.flatten()
+    places: Tensor | None = None
     if validate:  # having waited for the device, drop the rows that are not read
         places = torch.ones_like(read).nonzero()
         if not bool(rows.all()) and engine(student, teacher) is None:  # a kernel passes them over
@@ -54,7 +55,7 @@ def logit_loss(
             top = torch.where(rows, logits.detach().amax(-1), 0.0)
             rows_are_distributions(top[:, None], f"logit_loss: {name}", places)
     values: Tensor = RowDivergence.apply(student, teacher, rows, Options(divergence, mixture, top_k, tail))
-    if validate and top_k is not None and not tail:
+    if places is not None and top_k is not None and not tail:
         for i in values.detach().isnan().nonzero()[:1].flatten().tolist():
             where = place(places[i].tolist())
             raise ValueError(f"logit_loss: teacher row {where} has no probability among the student's top_k")

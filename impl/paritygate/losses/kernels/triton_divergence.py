@@ -250,7 +250,7 @@ def divergence_gradient(
     out = torch.empty(student.shape, dtype=student.dtype, device=student.device)
     blocks = triton.cdiv(vocabulary, BLOCK)
     student, teacher, scale = _rows(student), _rows(teacher), torch.where(read, scale.double(), 0.0)
-    if count and len(known) > 1:
+    if count and len(known) == 3:
         rows, kept, slopes = known
         truncated_gradient_kernel[(count * blocks,)](
             student, out, rows, scale, student.stride(0), vocabulary, blocks, WIDE=BLOCK, **OPTIONS
