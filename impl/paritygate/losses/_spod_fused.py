@@ -36,13 +36,17 @@ def chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
     return max(16, TILE // max(1, vocabulary * dtype.itemsize))
 
 
-def blank(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros on the device of `like`; on the CPU in memory that costs nothing until it is written, in huge pages."""
+def zeros(shape: torch.Size, like: Tensor, dtype: torch.dtype, *, huge: bool) -> Tensor:
+    """Zeros on the device of `like`, on the CPU in pages (`huge` ones) that cost nothing until written.
+
+    A huge page pays for what is written whole, soon and again (tiles); a whole gradient of them waits for the kernel.
+    """
     size = math.prod(shape) * dtype.itemsize
     if like.device.type != "cpu" or size < 2 * mmap.PAGESIZE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device=like.device)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    if huge:
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
@@ -58,7 +62,7 @@ class Fused:
         self.known = student.hidden.new_zeros(count, len(COLUMNS), dtype=torch.float64)
         precise = torch.float64 if student.hidden.dtype == torch.float64 else torch.float32
         self.grad_hidden, self.grad_head = (
-            blank(x.shape, x, precise) if wanted else None
+            zeros(x.shape, x, precise, huge=False) if wanted else None
             for x, wanted in zip((student.hidden, student.head), want, strict=True)
         )
         self.written = False
@@ -66,7 +70,7 @@ class Fused:
         self.scale = 1.0 / float(self.levels.weights.max()) if precise != student.hidden.dtype else 1.0
         self.most = min(most, count)
         tile = torch.Size([self.most, vocabulary])
-        self.tiles = [blank(tile, student.hidden, student.hidden.dtype) for _ in range(2)]
+        self.tiles = [zeros(tile, student.hidden, student.hidden.dtype, huge=True) for _ in range(2)]
 
     def run(self) -> None:
         """Every chunk in turn."""
