@@ -84,7 +84,7 @@ LOGITS = (
                 "(teacher[start:stop] * keep).double()",
             ),
             (DIVERGENCE, "torch.where(read[i:j, None] & (scale != 0), scale * rows, 0.0)", "(scale * rows)"),
-            (LOGIT, "if validate and top_k is not None and not tail:", "if False:"),
+            (LOGIT, "if places is not None and top_k is not None and not tail:", "if False:"),
         ),
     ),
     one(
