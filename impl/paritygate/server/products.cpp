@@ -7,6 +7,7 @@
 #include <atomic>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #define UNROLL _Pragma("GCC unroll 32")
@@ -90,10 +91,19 @@ static void linear_of(const Linear& x) {
         int64_t first = unit / groups * ROWS, panel = unit % groups * group;
         int64_t count = std::min(ROWS, x.count - first);
         for (int64_t last = std::min(panel + group, x.panels); panel < last; panel++)
-            for (int64_t k = 0; k < x.inputs; k += DEPTH)
-                tiles<D, 2>(x.rows + first * x.inputs + k, x.inputs,
-                            (const typename D::Storage*)x.weight + (panel * x.inputs + k) * PANEL, PANEL,
-                            x.out + first * columns + panel * PANEL, columns, count, std::min(DEPTH, x.inputs - k), k > 0);
+            for (int64_t k = 0; k < x.inputs; k += DEPTH) {
+                const int64_t depth = std::min(DEPTH, x.inputs - k);
+                const float* from = x.rows + first * x.inputs + k;
+                const auto* weight = (const typename D::Storage*)x.weight + (panel * x.inputs + k) * PANEL;
+                float* to = x.out + first * columns + panel * PANEL;
+                if (std::is_same<D, Float32>::value || count <= TILE) {
+                    tiles<D, 2>(from, x.inputs, weight, PANEL, to, columns, count, depth, k > 0);
+                    continue;
+                }
+                float wide[DEPTH * PANEL];  // widened once for all tiles of rows; the same numbers
+                for (int64_t i = 0; i < depth * PANEL; i += WIDTH) store<Float32>(wide + i, load<D>(weight + i));
+                tiles<Float32, 2>(from, x.inputs, wide, PANEL, to, columns, count, depth, k > 0);
+            }
     });
 }
 
