@@ -1,10 +1,22 @@
 """Linear layers, attention and normalizers: right, and a row's bits its own, whatever is computed beside it."""
 
+import os
+
 import pytest
 import torch
 
+from paritygate.losses.kernels import compiled
 from paritygate.server.attention import stable_rows
-from paritygate.server.products import FrozenLinear, attend, least_rows, linear, log_normalizers, spans, use_threads
+from paritygate.server.products import (
+    FrozenLinear,
+    attend,
+    available,
+    least_rows,
+    linear,
+    log_normalizers,
+    spans,
+    use_threads,
+)
 
 SIZES = ((64, 128), (576, 192), (576, 1536), (1536, 576), (32, 576), (576, 32), (30, 7))
 
@@ -52,6 +64,16 @@ def test_linear_layers_are_right_and_keep_a_rows_bits(inputs: int, outputs: int,
     want_weight = into.double().flatten(0, 1).T @ rows.double().flatten(0, 1)
     for got, right in ((into_rows, want_rows), (into_weight, want_weight)):
         assert float((got.double() - right).abs().max()) <= close * float(right.abs().max())
+
+
+def test_a_compiler_that_is_there_builds_the_kernels() -> None:
+    """A source with a mistake must not pass for a machine without a compiler, whose tests are skipped."""
+    try:
+        found = bool(compiled.compiler())
+    except compiled.Unavailable:
+        found = False
+    wanted = found and os.environ.get("PARITYGATE_KERNELS") != "off"
+    assert (available(), compiled.available() is None) == (wanted, wanted)
 
 
 @pytest.mark.skipif(least_rows(torch.float32) != 1, reason="no compiler here")
