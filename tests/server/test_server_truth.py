@@ -17,7 +17,7 @@ from paritygate.server.limits import Limits, RequestError
 from paritygate.server.lora import BASE, Adapter, LoraSpec, Snapshot
 from paritygate.server.losses import LossInputs
 from paritygate.server.network import Network
-from paritygate.server.products import available, serves
+from paritygate.server.products import available
 from paritygate.server.sampling import SamplingParams
 from paritygate.server.scoring import Scoring
 from paritygate.server.training import AdamParams, Datum, Packing, Pass, adam_step
@@ -285,8 +285,6 @@ def test_the_same_seed_gives_the_same_bits_in_any_company(network: Any, engine: 
 def test_threads_move_no_bit(dtype: torch.dtype) -> None:
     """Samples, their logprobs, scores, and what training makes of an adapter are those of one thread."""
     network = Network(models.resolve("tiny").folder, dtype)
-    if not serves(dtype):
-        pytest.skip("this machine multiplies bfloat16 by torch")
 
     def everything(threads: int) -> list[Any]:
         engine = Engine(network, Limits(prefill_tokens=48, rows=9), None, threads)

@@ -247,15 +247,6 @@ void normalize(const float* logits, int64_t count, int64_t columns, int64_t thre
     });
 }
 
-// Whether this machine multiplies bfloat16 itself: then a library does it faster than widening does.
-int64_t multiplies_bfloat16() {
-#if defined(__AVX512BF16__) || defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
 void linear(const Linear* x) { x->narrow ? linear_of<BFloat16>(*x) : linear_of<Float32>(*x); }
 
 void attend(const Attention* x) {

@@ -69,8 +69,8 @@ def use_threads(count: int, dtype: torch.dtype) -> None:
 
 
 def serves(dtype: torch.dtype) -> bool:
-    """Whether linear layers of that dtype are the kernel's; bfloat16 is torch's where the machine multiplies it."""
-    return available() and (dtype == torch.float32 or (dtype == torch.bfloat16 and not library().multiplies_bfloat16()))
+    """Whether linear layers of that dtype are the kernel's."""
+    return available() and dtype in (torch.float32, torch.bfloat16)
 
 
 def least_rows(dtype: torch.dtype) -> int:
@@ -81,8 +81,16 @@ def least_rows(dtype: torch.dtype) -> int:
 def linear(rows: Tensor, weight: Tensor) -> Tensor:
     """(..., T, in), (out, in) -> (..., T, out), differentiable in both."""
     if not serves(weight.dtype):
-        return torch.nn.functional.linear(rows, weight)
+        return _by_torch(rows, weight)
     return _Product.apply(rows, weight, None)
+
+
+def _by_torch(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """In float32: torch's products of bfloat16 move a row's bits at 17 rows or 48 where the machine has AMX."""
+    if weight.dtype != torch.bfloat16:
+        return torch.nn.functional.linear(rows, weight, bias)
+    wide = torch.nn.functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+    return wide.to(rows.dtype)
 
 
 class FrozenLinear:
@@ -109,7 +117,7 @@ class FrozenLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         if not self.packed:
-            return torch.nn.functional.linear(rows, self._held, self.bias)
+            return _by_torch(rows, self._held, self.bias)
         out = _Product.apply(rows, None, self) if rows.requires_grad else self.product(rows)
         return out if self.bias is None else out + self.bias
 
