@@ -3,8 +3,9 @@
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -89,6 +90,39 @@ def test_random_single_bytes_flipped(tree: Tree) -> None:
         assert path.name in str(refusal.value) or "spec/losses.json" in str(refusal.value)
         path.write_bytes(data)
     require_parity(tree.root, ["toy", "other"], "cpu")
+
+
+def spoilt(value: Any) -> Iterator[Any]:
+    """Every copy of a JSON value in which one key is misspelt, or one value is of another kind."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            rest = {k: v for k, v in value.items() if k != key}
+            yield rest | {key + "-": inner}
+            yield from (rest | {key: other} for other in spoilt(inner))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from ([*value[:i], other, *value[i + 1 :]] for other in spoilt(inner))
+    yield from ((), {}, None) if isinstance(value, str) else ("x", [], None)
+
+
+def test_a_spec_of_the_losses_of_another_form(tree: Tree) -> None:
+    """No traceback, whatever stands there: refused, and the sentence names the file."""
+    path = tree.root / "spec" / "losses.json"
+    right = path.read_bytes()
+    for wrong in [*map(json.dumps, spoilt(json.loads(right))), "", "[" * 100_000, "\0"]:
+        path.write_text(wrong)
+        with pytest.raises(Refused) as refusal:
+            require_parity(tree.root, ["toy"], "cpu")
+        assert "spec/losses.json" in str(refusal.value), wrong
+    path.write_bytes(right)
+    for name in ("losses", "parity-receipt"):
+        schema = tree.root / "spec" / "schema" / f"{name}.schema.json"
+        right = schema.read_bytes()
+        for wrong in (right.replace(b'"type"', b'"tyqe"', 1), right.replace(b'"object"', b'"objekt"', 1), right[:-9]):
+            schema.write_bytes(wrong)
+            tree.refused(schema.name)
+        schema.write_bytes(right)
+    require_parity(tree.root, ["toy"], "cpu")
 
 
 def test_every_byte_of_the_receipt_flipped(tree: Tree) -> None:

@@ -6,7 +6,8 @@ from typing import get_args
 
 import pytest
 
-from paritygate.spec import Arm, ArmKind, Experiment, load
+from paritygate.errors import Refused
+from paritygate.spec import Arm, ArmKind, Experiment, load, schema
 from paritygate.spec.pins import PINS, TAU_BENCH_DATABASE_SHA256, is_pinned, unknown_pins
 from paritygate.spec.schema import load_schema, spec_folder
 
@@ -204,3 +205,14 @@ def test_without_a_checkout_the_installed_copy_is_read(tmp_path: Path):
         check=True,
     )
     assert done.stdout.strip() == experiment(AS_ASKED).title
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"type": "objekt"}', b"\xff"], ids=str)
+def test_a_damaged_schema_is_refused_by_name(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "schema").mkdir()
+    (tmp_path / "schema" / "experiment.schema.json").write_bytes(content)
+    monkeypatch.setattr(schema, "spec_folder", lambda: tmp_path)
+    for cached in (schema.load_schema, schema._validator):
+        monkeypatch.setattr(schema, cached.__name__, cached.__wrapped__)
+    with pytest.raises(Refused, match=r"experiment\.schema\.json"):
+        schema.violations("experiment", {})

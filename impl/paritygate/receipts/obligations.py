@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from paritygate.errors import Refused
+from paritygate.receipts.schema import check_schema
 
 
 def load_losses(root: Path) -> dict[str, Any]:
-    """The content of spec/losses.json under `root`; raises Refused when it is missing or not JSON."""
+    """The content of spec/losses.json under `root`; raises Refused when it is missing, not JSON, or of another form."""
     path = root / "spec" / "losses.json"
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        spec = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"{path} cannot be read ({error}): it says what has to be shown.") from error
+    check_schema(spec, "losses", path)
+    return spec
 
 
 def device_class(device: str) -> str:

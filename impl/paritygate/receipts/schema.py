@@ -21,7 +21,8 @@ def validator(name: str) -> Any:
         schema = json.loads(path.read_bytes())
         jsonschema.Draft202012Validator.check_schema(schema)
     except (OSError, ValueError, jsonschema.SchemaError) as error:
-        raise Refused(f"{path} cannot be used as a schema ({error}): receipts work in a checkout only.") from error
+        why = error.message if isinstance(error, jsonschema.SchemaError) else error  # the whole is many lines
+        raise Refused(f"{path} cannot be used as a schema ({why}): receipts work in a checkout only.") from error
     return jsonschema.Draft202012Validator(schema)
 
 

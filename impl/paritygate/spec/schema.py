@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from paritygate.errors import Refused
 from paritygate.spec.error import Finding, pointer
 
 _HERE = Path(__file__).resolve()
@@ -21,19 +22,27 @@ def spec_folder() -> Path:
 
 @functools.cache
 def load_schema(name: str) -> dict[str, Any]:
-    """The schema `spec/schema/<name>.schema.json`."""
-    return cast("dict[str, Any]", json.loads((spec_folder() / "schema" / f"{name}.schema.json").read_text("utf-8")))
+    """The schema `spec/schema/<name>.schema.json`; raises Refused when it cannot be read: the checkout is damaged."""
+    path = spec_folder() / "schema" / f"{name}.schema.json"
+    try:
+        return cast("dict[str, Any]", json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path} cannot be used as a schema ({error}): get it again from the repository.") from error
 
 
 @functools.cache
 def _validator(name: str) -> Any:
-    from jsonschema import Draft202012Validator  # 0.1 s of imports that `run.py --help` does not need
+    from jsonschema import Draft202012Validator, SchemaError  # 0.1 s of imports that `run.py --help` does not need
     from jsonschema.validators import extend
 
     # JSON Schema calls 4.0 an integer; a count of 4.0 in a spec is a slip, and would be frozen as a float.
     def is_count(_checker: object, value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
+    try:
+        Draft202012Validator.check_schema(load_schema(name))
+    except SchemaError as error:
+        raise Refused(f"spec/schema/{name}.schema.json is no schema ({error.message}): get it again.") from error
     checker = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_count)
     return extend(Draft202012Validator, type_checker=checker)(load_schema(name))
 
