@@ -5,7 +5,6 @@ where p is small beside the row's largest entry; elsewhere, where what they have
 `(p + q) tanh(r / 2)` with r = log p - log q, which keeps the digits of r.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,58 +31,63 @@ def serves(student: Tensor, teacher: Tensor) -> bool:
     return plain and kinds == ("cpu", "cpu", teacher.dtype) and student.dtype in DTYPES and student.shape[1] > 0
 
 
-def sums(values: Tensor) -> Tensor:
-    """Of each row (n, whole CHUNKs) of float32, float64."""
-    n, chunks = values.shape[0], values.shape[1] // CHUNK
-    if chunks <= 2 * LARGEST:
-        return values.sum(-1, dtype=torch.float64)
-    parts = values.view(n, chunks, CHUNK)
-    rough = parts.sum(-1)
-    at = rough.abs().topk(LARGEST).indices
-    first = torch.arange(0, n * chunks, chunks)[:, None]
-    largest = parts.view(-1, CHUNK).index_select(0, (at + first).flatten()).view(n, -1)
-    return rough.double().scatter_(1, at, 0.0).sum(-1) + largest.sum(-1, dtype=torch.float64)
-
-
 class Block:
-    """Some rows: exp(p - max p), exp(q - max q), the difference of the exponents, room; whole CHUNKs, 0 beyond V."""
+    """Some rows: exp(p - max p), exp(q - max q), the difference of the exponents; whole CHUNKs, 0 beyond V.
+
+    Of each chunk the largest logit of both (2, rows, chunks), and the sums of p, q and q (p - q), (3, rows, chunks).
+    """
 
     def __init__(self, student: Tensor, entries: int) -> None:
-        rows, wide = rows_of(student, entries), -(-student.shape[1] // CHUNK) * CHUNK
-        self.step = rows_of(student, PIECE)
-        self.p, self.q, self.apart = (torch.zeros(rows, wide) for _ in range(3))
-        self.room = torch.zeros(min(rows, self.step), wide)
+        rows, chunks = rows_of(student, entries), -(-student.shape[1] // CHUNK)
+        self.step = min(rows, rows_of(student, PIECE))
+        self.p, self.q, self.apart = (torch.empty(rows, chunks * CHUNK) for _ in range(3))
+        for buffer in (self.p, self.q, self.apart):
+            buffer[:, student.shape[1] :] = 0.0
+        self.room = torch.empty(self.step, chunks * CHUNK)
+        self.tops, self.parts = torch.empty(2, rows, chunks), torch.empty(3, rows, chunks)
 
-    def pieces(self, rows: slice) -> Iterator[tuple["Block", slice]]:
-        """Blocks on the same buffers, `step` rows each, and the rows that they are for."""
-        for i in range(rows.start, rows.stop, self.step):
-            own = slice(i, min(i + self.step, rows.stop))
-            part = copy.copy(self)
-            inside = slice(i - rows.start, own.stop - rows.start)
-            part.p, part.q, part.apart = (x[inside] for x in (self.p, self.q, self.apart))
-            yield part, own
+    def pieces(self, count: int) -> Iterator[slice]:
+        """The first `count` rows, as many at a time as stay in a cache of one core's."""
+        return (slice(i, min(i + self.step, count)) for i in range(0, count, self.step))
 
-    def read(self, student: Tensor, teacher: Tensor, known: Tensor, *, find: bool = False) -> None:
-        """Fill the buffers from logits (n, V) and their maxima, which are `known`, or found and noted there."""
+    def read(self, student: Tensor, teacher: Tensor, *, add_up: bool) -> None:
+        """Fill the buffers from logits (n, V); `add_up` says whether the sums are wanted."""
         v = student.shape[1]
-        for buffer, logits, column in ((self.p, student, 0), (self.q, teacher, 2)):
-            values = logits if logits.dtype == torch.float32 else buffer[:, :v].copy_(logits)
-            if find:
-                known[:, column] = values.amax(-1)
-            torch.sub(values, known[:, column, None].float(), out=buffer[:, :v])
-        torch.sub(self.p[:, :v], self.q[:, :v], out=self.apart[:, :v])
-        self.p[:, :v].exp_()
-        self.q[:, :v].exp_()
+        for rows in self.pieces(len(student)):
+            for buffer, logits, tops in ((self.p, student, self.tops[0]), (self.q, teacher, self.tops[1])):
+                own = buffer[rows, :v]
+                values = logits[rows] if logits.dtype == torch.float32 else own.copy_(logits[rows])
+                torch.sub(values, largest(values, tops[rows]), out=own)
+            p, q, apart = (x[rows, :v] for x in (self.p, self.q, self.apart))
+            torch.sub(p, q, out=apart)
+            p.exp_()
+            q.exp_()
+            if add_up:
+                product = torch.mul(self.q[rows], self.apart[rows], out=self.room[: rows.stop - rows.start])
+                for values, parts in zip((self.p[rows], self.q[rows], product), self.parts[:, rows], strict=True):
+                    torch.sum(values.unflatten(1, (-1, CHUNK)), -1, out=parts)
+
+    def sums(self, count: int) -> Iterator[Tensor]:
+        """Of p, q and q (p - q) in the first `count` rows, each (count,) float64."""
+        most = min(LARGEST, self.parts.shape[2])
+        for rough, values, factor in zip(
+            self.parts[:, :count], (self.p, self.q, self.q), (None, None, self.apart), strict=True
+        ):
+            at = rough.abs().topk(most).indices
+            exact = chunks_at(values[:count], at).double()
+            if factor is not None:
+                exact *= chunks_at(factor[:count], at)
+            yield rough.double().scatter_(1, at, 0.0).sum(-1) + exact.sum((1, 2))
 
     def measure(self, student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
         """The COLUMNS of these rows, (n, 9) float64."""
         n, v = student.shape
         known = torch.zeros(n, len(COLUMNS), dtype=torch.float64)
         known[:, 7] = torch.nan
-        self.read(student, teacher, known, find=True)
-        known[:, 1], known[:, 3] = sums(self.p), sums(self.q)
+        self.read(student, teacher, add_up=True)
+        known[:, 0], known[:, 2] = self.tops[:, :n].amax(-1)
+        known[:, 1], known[:, 3], cross = self.sums(n)
         log_p, log_q = known[:, 1].log(), known[:, 3].log()
-        cross = sums(torch.mul(self.q, self.apart, out=self.room[:n]))
         for i in (cross.isnan() & ~(log_p.isnan() | log_q.isnan())).nonzero()[:, 0].tolist():
             cross[i] = self.cross_of_excluded(i)
         kl = (log_p - log_q - cross / known[:, 3]).clamp(min=0.0)
@@ -101,48 +105,72 @@ class Block:
 
     def cross_of_excluded(self, i: int) -> Tensor | float:
         """sum q (p - q) of row i, which holds -inf: its difference becomes 0 where both sides do; NaN if unknown."""
-        apart, q = self.apart[i].nan_to_num_(0.0, math.inf, -math.inf), self.q[i]
+        apart, q = self.apart[i].nan_to_num(0.0, math.inf, -math.inf), self.q[i]
         if bool(((q == 0) & (apart == -math.inf)).any()):
             return math.nan  # there may be teacher mass that float32 cannot hold
-        return torch.mul(q, apart).nan_to_num_(0.0, math.inf, -math.inf).sum(dtype=torch.float64)
+        return apart.mul_(q).nan_to_num_(0.0, math.inf, -math.inf).sum(dtype=torch.float64)
 
     def differentiate(self, out: Tensor, known: Tensor, actions: Tensor, weights: float64.Weights) -> None:
-        """`kl (p - q) + floor (p - onehot)` into `out` (n, V); uses the buffers up."""
+        """`kl (p - q) + floor (p - onehot)` into `out` (n, V), of the rows in the buffers."""
         n, v = out.shape
         of_kl, of_floor = weights
-        p, q = self.p, self.q
-        direct = out.dtype == torch.float32 and v == p.shape[1] and out.is_contiguous()
-        room = out if direct else self.room[:n]
-        sum_p, sum_q = known[:, 1], known[:, 3]
-        kl, floor = bool(of_kl.any()), bool(of_floor.any())
-        if not (kl or floor):
-            out.zero_()
-            return
-        student = None if not floor else torch.mul(p, (of_floor / sum_p).float()[:, None], out=None if kl else room)
-        if kl:
-            p.mul_((of_kl / sum_p).float()[:, None])
-            q.mul_((of_kl / sum_q).float()[:, None])
-            torch.sub(p, q, out=room)
-            self.sharpen(room, (sum_p.log() - sum_q.log()).float())
-            room = room if student is None else room.add_(student)
-        idle = (of_kl == 0) & (of_floor == 0)
-        if bool(idle.any()):
-            room[idle] = 0.0
+        idle, kl = (of_kl == 0) & (of_floor == 0), of_kl != 0
+        of_p, of_q = ((of_kl + of_floor) / known[:, 1])[:, None].float(), (of_kl / known[:, 3])[:, None].float()
+        hot = self.hot(known) & kl[:, None]
+        direct = out.dtype == torch.float32 and v == self.p.shape[1] and out.is_contiguous()
+        for rows in self.pieces(n):
+            if bool(idle[rows].all()):
+                out[rows] = 0.0
+                continue
+            room = out[rows] if direct else self.room[: rows.stop - rows.start]
+            torch.mul(self.p[rows], of_p[rows], out=room)
+            if bool(kl[rows].any()):
+                torch.addcmul(room, self.q[rows], of_q[rows], value=-1.0, out=room)
+                self.sharpen(room, hot, known, weights, rows)
+            if bool(idle[rows].any()):
+                room[idle[rows]] = 0.0  # whatever they hold
+            if not direct:
+                out[rows] = room[:, :v]
         taken = ((of_floor != 0) & ~known[:, 4].isnan()).nonzero()[:, 0]
         l_p, l_q = known[taken, 4], known[taken, 5]  # in float64: p - 1 of an action that is nearly sure
         of_student = of_kl[taken] * torch.where(of_kl[taken] == 0, 0.0, l_p.exp() - l_q.exp())
-        room[taken, actions[taken]] = (of_student + of_floor[taken] * l_p.expm1()).float()
-        if not direct:
-            out.copy_(room[:, :v])
+        out[taken, actions[taken]] = (of_student + of_floor[taken] * l_p.expm1()).to(out.dtype)
 
-    def sharpen(self, gradient: Tensor, shift: Tensor) -> None:
-        """Replace `p - q` by `(p + q) tanh(r / 2)` in every chunk where p exceeds NEAR of the row's largest."""
-        bound = NEAR * torch.maximum(gradient.amax(-1), -gradient.amin(-1))
-        chunks = self.p.view(len(gradient), -1, CHUNK)
-        hot = (chunks.amax(-1) > bound[:, None]).flatten().nonzero()[:, 0]
-        p, q, apart = (x.view(-1, CHUNK).index_select(0, hot) for x in (self.p, self.q, self.apart))
-        of_row = shift[hot // chunks.shape[1], None]
-        gradient.view(-1, CHUNK).index_copy_(0, hot, p.add_(q).mul_(apart.sub_(of_row).mul_(0.5).tanh_()))
+    def hot(self, known: Tensor) -> Tensor:
+        """(n, chunks) whether p exceeds NEAR of the largest |p - q| among the row's largest p and q."""
+        tops = self.tops[:, : len(known)]
+        at = tops.argmax(-1).t()
+        sum_p, sum_q = known[:, 1, None, None], known[:, 3, None, None]
+        apart = chunks_at(self.p[: len(known)], at) / sum_p - chunks_at(self.q[: len(known)], at) / sum_q
+        bound = NEAR * sum_p[..., 0] * apart.abs().amax((1, 2))[:, None]
+        return (tops[0] - known[:, 0, None]).exp() > bound
+
+    def sharpen(self, gradient: Tensor, hot: Tensor, known: Tensor, weights: float64.Weights, rows: slice) -> None:
+        """Replace `p - q` by `(p + q) tanh(r / 2)` in the chunks of these rows that are `hot`."""
+        row, chunk = hot[rows].nonzero(as_tuple=True)
+        at = row * hot.shape[1] + chunk
+        p, q, apart = (x[rows].view(-1, CHUNK).index_select(0, at) for x in (self.p, self.q, self.apart))
+        sum_p, sum_q, kl, floor = (x[rows][row, None] for x in (known[:, 1], known[:, 3], *weights))
+        ratio = apart.nan_to_num_(0.0, math.inf, -math.inf).sub_((sum_p.log() - sum_q.log()).float())
+        p.mul_((1.0 / sum_p).float())
+        both = q.mul_((1.0 / sum_q).float()).add_(p).mul_(ratio.mul_(0.5).tanh_()).mul_(kl.float())
+        gradient.view(-1, CHUNK).index_copy_(0, at, both.add_(p.mul_(floor.float())))
+
+
+def largest(values: Tensor, tops: Tensor) -> Tensor:
+    """The maximum of each row (n, V), (n, 1), and those of its CHUNKs into `tops` (n, chunks)."""
+    whole = values.shape[1] // CHUNK
+    if whole:
+        torch.amax(values[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)), -1, out=tops[:, :whole])
+    if whole < tops.shape[1]:
+        tops[:, whole] = values[:, whole * CHUNK :].amax(-1)
+    return tops.amax(-1, keepdim=True)
+
+
+def chunks_at(values: Tensor, at: Tensor) -> Tensor:
+    """Of each row (n, whole CHUNKs) the chunks `at` (n, k), (n, k, CHUNK)."""
+    first = torch.arange(0, values.numel() // CHUNK, values.shape[1] // CHUNK)[:, None]
+    return values.view(-1, CHUNK).index_select(0, (at + first).flatten()).view(*at.shape, CHUNK)
 
 
 def rows_of(student: Tensor, entries: int) -> int:
@@ -179,9 +207,9 @@ def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
     known = torch.empty(len(student), len(COLUMNS), dtype=torch.float64)
 
     def measure(block: Block, rows: slice) -> None:
-        _measure(block, known, student, teacher, actions, rows)
+        known[rows] = block.measure(student[rows], teacher[rows], actions[rows])
 
-    share(_blocks(student), lambda: Block(student, PIECE), measure)
+    share(_blocks(student), lambda: Block(student, BLOCK), measure)
     return known
 
 
@@ -192,43 +220,19 @@ def gradient_(
 
     c0 is c1 + c2, as in every gradient of SPOD.
     """
-    weights = float64.Weights(coefficients[:, 1], coefficients[:, 2])
 
     def differentiate(block: Block, own: slice) -> None:
-        _differentiate(block, out, student, teacher, actions, rows, weights, own, again=True)
+        weights = float64.Weights(coefficients[own, 1], coefficients[own, 2])
+        if any(bool(x.any()) for x in weights):
+            block.read(student[own], teacher[own], add_up=False)
+        block.differentiate(out[own], rows[own], actions[own], weights)
 
-    share(_blocks(student), lambda: Block(student, PIECE), differentiate)
+    share(_blocks(student), lambda: Block(student, BLOCK), differentiate)
 
 
 def _blocks(student: Tensor) -> list[slice]:
-    count, most = len(student), rows_of(student, PIECE)
+    count, most = len(student), rows_of(student, BLOCK)
     return [slice(i, min(i + most, count)) for i in range(0, count, most)]
-
-
-def _measure(block: Block, known: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, rows: slice) -> None:
-    for part, own in block.pieces(rows):
-        known[own] = part.measure(student[own], teacher[own], actions[own])
-
-
-def _differentiate(
-    block: Block,
-    out: Tensor,
-    student: Tensor,
-    teacher: Tensor,
-    actions: Tensor,
-    known: Tensor,
-    weights: float64.Weights,
-    rows: slice,
-    *,
-    again: bool,
-) -> None:
-    """The gradient of some rows, from the block, which is filled `again` where it holds others by now."""
-    for part, own in block.pieces(rows):
-        given = float64.Weights(*(x[own] for x in weights))
-        if again and any(bool(x.any()) for x in given):
-            part.read(student[own], teacher[own], known[own])
-            part.apart.nan_to_num_(0.0, math.inf, -math.inf)
-        part.differentiate(out[own], known[own], actions[own], given)
 
 
 def statistics_and_gradient_(
@@ -253,7 +257,7 @@ def statistics_and_gradient_(
         rows, own = span
         pieces = [slice(i, min(i + most, rows.stop)) for i in range(rows.start, rows.stop, most)]
         for piece in pieces:
-            _measure(block, known, student, teacher, actions, piece)
+            known[piece] = block.measure(student[piece], teacher[piece], actions[piece])
         levels = Levels(tokens[own], success[own], weights[own])
         if rows.stop - rows.start < int(levels.tokens.sum()):  # a piece of an action whose gate cannot open
             given.kl[rows] = levels.weights
@@ -262,7 +266,10 @@ def statistics_and_gradient_(
             given.kl[rows] = parts.of_kl.repeat_interleave(levels.tokens)
             given.floor[rows] = parts.of_floor.repeat_interleave(levels.tokens)
         for piece in pieces:
-            _differentiate(block, out, student, teacher, actions, known, given, piece, again=len(pieces) > 1)
+            weighted = float64.Weights(given.kl[piece], given.floor[piece])
+            if len(pieces) > 1 and any(bool(x.any()) for x in weighted):
+                block.read(student[piece], teacher[piece], add_up=False)
+            block.differentiate(out[piece], known[piece], actions[piece], weighted)
 
     share(float64.plan(tokens.tolist(), success.tolist(), most), lambda: Block(student, BLOCK), both)
     return known
