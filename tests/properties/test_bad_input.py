@@ -390,7 +390,7 @@ def test_packed_spod(changes: dict[str, Any], place: str) -> None:
 
 def test_spod_out() -> None:
     assert packed()[1].shape == (3, 4)
-    for out in (torch.zeros(3, 5), torch.zeros(3, 4, dtype=torch.float64)):
+    for out in (torch.zeros(3, 5), torch.zeros(3, 3), torch.zeros(3, 4).double(), torch.zeros(3, 4, device="meta")):
         with pytest.raises(ValueError, match="out"):
             spod.success_preserving_loss_and_grad(
                 torch.zeros(3, 4),

@@ -1,6 +1,7 @@
-"""One loss in its forms: any number of leading dimensions, any factor from above, the series at its end."""
+"""One loss in its forms: any leading dimensions, any factor from above, what does not fit, the series at its end."""
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 import oracle
-from paritygate.losses import sdpo, spod
+from paritygate.losses import _spod_fused, _spod_ops, sdpo, spod
 from paritygate_reference import sdpo as reference
+from paritygate_reference import spod as spod_reference
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -63,13 +65,103 @@ def test_fused_spod_under_any_factor(factor: float) -> None:
 
 @pytest.mark.parametrize(
     ("place", "shape"),
-    [(0, (4, 2)), (1, (5, 2)), (2, (4, 3)), (3, (5, 3)), (3, (6, 2)), (2, (3, 2)), (0, (4,)), (1, (5, 3, 1))],
+    [
+        *((0, (4, 2)), (1, (5, 2)), (2, (4, 3)), (3, (5, 3)), (3, (6, 2)), (2, (3, 2)), (0, (4,)), (1, (5, 3, 1))),
+        *((4, (3,)), (4, (5,)), (7, ()), (7, (1, 1))),
+    ],
 )
 def test_fused_spod_of_shapes_that_do_not_fit(place: int, shape: tuple[int, ...]) -> None:
-    given = heads()
-    given[place] = normal(*shape)
-    with pytest.raises(ValueError, match="shapes differ"):
-        spod.fused_linear_success_preserving_loss(*given, *INDICES)
+    given: list[Any] = [*heads(), *INDICES]
+    given[place] = torch.zeros(shape)
+    told = [tuple(x.shape) for x in given[:5]]
+    words = f"student {told[0]} and {told[1]}, teacher {told[2]} and {told[3]}, actions {told[4]};"
+    with pytest.raises(ValueError, match=re.escape(f"spod: shapes differ: {words}")):
+        spod.fused_linear_success_preserving_loss(*given)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "actions", "success"),
+    [
+        ((3,), (3,), (3,), (2,)),
+        ((3, 4, 1), (3, 4, 1), (3,), (2,)),
+        ((3, 4), (3, 5), (3,), (2,)),
+        ((3, 4), (3, 3), (3,), (2,)),
+        ((3, 4), (3, 4), (2,), (2,)),
+        ((3, 4), (3, 4), (4,), (2,)),
+        ((3, 4), (3, 4), (3, 1), (2,)),
+        ((3, 4), (3, 4), (3,), ()),
+        ((3, 4), (3, 4), (3,), (2, 1)),
+    ],
+)
+def test_packed_spod_of_shapes_that_do_not_fit(student: Any, teacher: Any, actions: Any, success: Any) -> None:
+    index = torch.tensor([0, 0, 1]), torch.tensor([0, 1])
+    given: Any = torch.zeros(student), torch.zeros(teacher), torch.zeros(actions, dtype=torch.int64), *index
+    with pytest.raises(ValueError, match=r"spod: shapes differ: student_logits.*\(N, V\), \(N, V\), \(N,\), \(E,\)"):
+        spod.success_preserving_loss(*given, torch.ones(success, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_logits_of_whole_numbers_are_refused(whole: int) -> None:
+    pair = [torch.zeros(4, 3), torch.zeros(4, 3)]
+    pair[whole] = pair[whole].long()
+    with pytest.raises(ValueError, match=r"spod: logits are .*int64.*floating point is expected"):
+        spod.success_preserving_loss(*pair, torch.zeros(4, dtype=torch.int64), *INDICES[1:])
+
+
+@pytest.mark.parametrize(
+    ("place", "shape", "expected"),
+    [
+        ((0, 1), (2, 1, 3), r"\(E, S, T, V\) and \(E, S, T\)"),
+        ((0, 1), (2, 1, 3, 4, 1), r"\(E, S, T, V\) and \(E, S, T\)"),
+        ((2,), (2, 1, 2), r"\(E, S, T, V\) and \(E, S, T\)"),
+        ((2,), (2, 1, 4), r"\(E, S, T, V\) and \(E, S, T\)"),
+        ((3,), (2, 1, 2), r"mask \(2, 1, 2\); \(2, 1, 3, 4\) and \(2, 1, 3\) are"),
+        ((3,), (2, 1, 4), r"mask \(2, 1, 4\); \(2, 1, 3, 4\) and \(2, 1, 3\) are"),
+        ((1,), (2, 1, 3, 3), r"teacher_logits \(2, 1, 3, 3\), mask"),
+        ((1,), (2, 1, 3, 5), r"teacher_logits \(2, 1, 3, 5\), mask"),
+    ],
+)
+def test_padded_spod_of_shapes_that_do_not_fit(place: tuple[int, ...], shape: tuple[int, ...], expected: str) -> None:
+    given: Any = [torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3).long(), torch.ones(2, 1, 3)]
+    for i in place:
+        given[i] = given[i].new_zeros(shape)
+    with pytest.raises(ValueError, match=f"spod: shapes differ: .*{expected}"):
+        spod.success_preserving_loss_padded(*given, torch.ones(2, dtype=torch.bool))
+
+
+def test_a_fused_chunk_is_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default TILE bytes of logits are held: 16 rows of a vocabulary of 1000, where a width of 2 would allow all."""
+    monkeypatch.setattr(_spod_fused, "TILE", 20 * 1000 * 8)
+    statistics, seen = _spod_ops.statistics, []
+
+    def watched(p: torch.Tensor, q: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        seen.append(p.shape[0])
+        return statistics(p, q, actions)
+
+    monkeypatch.setattr(_spod_ops, "statistics", watched)
+    pair = normal(50, 2), normal(1000, 2, seed=1), normal(50, 300, seed=2), normal(1000, 300, seed=3)
+    rows = torch.arange(50)
+    spod.fused_linear_success_preserving_loss(*pair, rows, rows, torch.zeros_like(rows), torch.tensor([True]))
+    assert seen == [20, 20, 10]
+
+
+@pytest.mark.parametrize("factor", [1.0, -2.5])
+@pytest.mark.parametrize(("success", "tau0"), [(False, 0.5), (True, 1.0), (True, 1e-9)])
+def test_a_spod_gradient_made_to_be_differentiated_is_the_gradient(factor: float, success: bool, tau0: float) -> None:
+    """With `create_graph` other code makes it; a check of second derivatives only asks whether that fits itself."""
+    index, actions = torch.tensor([0, 0, 1, 2, 2, 2]), torch.tensor([0, 1, 2, 3, 4, 0])
+    leaf, teacher = normal(6, 5, seed=4).requires_grad_(), normal(6, 5, seed=3)
+    options: Any = {"tau0": tau0, "floor_weight": 0.7}
+    given = leaf, teacher, actions, index, torch.tensor([0, 0, 1]), torch.tensor([success] * 2)
+    loss = spod.success_preserving_loss(*given, **options).loss
+    (gradient,) = torch.autograd.grad(loss * factor, leaf, create_graph=True)
+    sides = leaf.detach().numpy(), teacher.numpy(), actions.numpy()
+    names = "student_logits", "teacher_logits", "tokens"
+    own = [dict(zip(names, (x[a:b] for x in sides), strict=True)) for a, b in ((0, 2), (2, 3), (3, 6))]
+    episodes = [{"success": success, "actions": own[:2]}, {"success": success, "actions": own[2:]}]
+    slopes = spod_reference.success_preserving_grad(episodes, **options)
+    expected = np.concatenate([rows for episode in slopes for rows in episode])
+    np.testing.assert_allclose(gradient.detach().numpy(), factor * expected, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("gap", [0.0199, 0.0201, 0.001])
