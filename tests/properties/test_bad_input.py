@@ -361,6 +361,7 @@ def with_value(value: float) -> torch.Tensor:
     ("changes", "place"),
     [
         ({"actions": torch.tensor([0, 4, 0])}, "token at position 1 is 4"),
+        ({"actions": torch.tensor([0, 0, 9])}, "token at position 2 is 9"),
         ({"actions": torch.tensor([0, 0, -1])}, "token at position 2 is -1"),
         ({"actions": torch.zeros(2, dtype=torch.int64)}, "shapes differ"),
         ({"actions": torch.zeros(3, dtype=torch.int32)}, "actions are torch.int32"),

@@ -44,6 +44,12 @@ def test_a_teacher_at_an_end_of_its_rate_does_not_read_the_other(make: Any) -> N
     assert torch.equal(make(initial, student, 1.0), student)
 
 
+def test_nobody_is_his_own_sibling_in_a_large_group() -> None:
+    """Beyond 256 equal indices are no longer the same object."""
+    assert sdpo.select_sibling([0.0] * 300 + [1.0, 0.9], 300) == 301
+    assert sdpo.select_sibling([0.0] * 300 + [1.0], 300) is None
+
+
 INDICES = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0]), torch.tensor([False])
 
 
