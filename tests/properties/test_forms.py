@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import oracle
-from paritygate.losses import _spod_fused, _spod_ops, sdpo, spod
+from paritygate.losses import _distributions, _spod_fused, _spod_ops, sdpo, spod
 from paritygate_reference import sdpo as reference
 from paritygate_reference import spod as spod_reference
 
@@ -34,6 +34,24 @@ def test_logit_loss_of_any_leading_dimensions(lead: tuple[int, ...], aggregation
     (gradient,) = torch.autograd.grad(loss, leaf)
     expected = reference.logit_loss_grad(*rows, **options)
     np.testing.assert_allclose(gradient.reshape(-1, 3, 5), expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("factor", [1.0, -1.0, -2.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_logit_loss_under_any_factor(dtype: torch.dtype, factor: float, again: bool) -> None:
+    """A ratio of 0 leaves a position out though its divergence is +inf; `again`: the gradient that has one itself."""
+    student, teacher = normal(1, 3, 5).to(dtype).requires_grad_(), normal(1, 3, 5, seed=1).to(dtype)
+    teacher[0, 1, 2] = -torch.inf
+    options: Any = {"importance_ratio": torch.tensor([[1.0, 0.0, 0.5]]), "aggregation": "token_sum"}
+    loss = sdpo.logit_loss(student, teacher, torch.ones(1, 3), **options)
+    (gradient,) = torch.autograd.grad(loss * factor, student, create_graph=again)
+    expected = torch.zeros(3, 5, dtype=torch.float64)
+    for row, ratio in ((0, 1.0), (2, 0.5)):
+        pair = (x.detach()[:, row : row + 1].double().numpy() for x in (student, teacher))
+        slopes = reference.logit_loss_grad(*pair, np.ones((1, 1)), aggregation="token_sum")
+        expected[row] = factor * ratio * torch.as_tensor(slopes)[0, 0]
+    torch.testing.assert_close(gradient[0].double(), expected, rtol=0, atol=1e-15 if dtype == torch.float64 else 1e-6)
 
 
 @pytest.mark.parametrize("make", [sdpo.ema, sdpo.trust_region])
@@ -133,6 +151,21 @@ def test_padded_spod_of_shapes_that_do_not_fit(place: tuple[int, ...], shape: tu
         given[i] = given[i].new_zeros(shape)
     with pytest.raises(ValueError, match=f"spod: shapes differ: .*{expected}"):
         spod.success_preserving_loss_padded(*given, torch.ones(2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "bounds"),
+    [
+        (10, 1 << 19, [(0, 4), (4, 8), (8, 10)]),
+        (2, 1 << 22, [(0, 1), (1, 2)]),
+        ((1 << 21) + 1, 1, [(0, 1 << 21), (1 << 21, (1 << 21) + 1)]),
+        (3, 0, [(0, 3)]),
+        (0, 5, []),
+    ],
+)
+def test_blocks_in_float64_hold_two_million_entries(rows: int, vocabulary: int, bounds: list[tuple[int, int]]) -> None:
+    """Of rows that are wider, one at a time."""
+    assert list(_distributions.chunk_rows(torch.empty(rows, vocabulary, device="meta"))) == bounds
 
 
 def test_a_fused_chunk_is_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
