@@ -4,6 +4,7 @@ import itertools
 import re
 from typing import Any
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -46,11 +47,13 @@ def test_logit_loss_under_any_factor(dtype: torch.dtype, factor: float, again: b
     options: Any = {"importance_ratio": torch.tensor([[1.0, 0.0, 0.5]]), "aggregation": "token_sum"}
     loss = sdpo.logit_loss(student, teacher, torch.ones(1, 3), **options)
     (gradient,) = torch.autograd.grad(loss * factor, student, create_graph=again)
-    expected = torch.zeros(3, 5, dtype=torch.float64)
+    expected, value = torch.zeros(3, 5, dtype=torch.float64), 0.0
     for row, ratio in ((0, 1.0), (2, 0.5)):
-        pair = (x.detach()[:, row : row + 1].double().numpy() for x in (student, teacher))
+        pair = [x.detach()[:, row : row + 1].double().numpy() for x in (student, teacher)]
         slopes = reference.logit_loss_grad(*pair, np.ones((1, 1)), aggregation="token_sum")
         expected[row] = factor * ratio * torch.as_tensor(slopes)[0, 0]
+        value += ratio * reference.logit_loss(*pair, np.ones((1, 1)), aggregation="token_sum")
+    assert loss.item() == pytest.approx(value, rel=1e-12 if dtype == torch.float64 else 1e-6)
     torch.testing.assert_close(gradient[0].double(), expected, rtol=0, atol=1e-15 if dtype == torch.float64 else 1e-6)
 
 
@@ -213,3 +216,58 @@ def test_a_kl_has_its_digits_on_both_sides_of_the_series(gap: float) -> None:
         pair = [torch.tensor(x)[None, None] for x in (student, teacher)]
         loss = sdpo.logit_loss(*pair, torch.ones(1, 1), divergence="forward_kl", top_k=2)
         assert loss.item() == pytest.approx(float(exact), rel=2e-12, abs=0.0)
+
+
+@pytest.mark.parametrize("gap", [163, -163, 20, -5])
+def test_the_series_of_a_kl_to_its_last_coefficient(gap: int) -> None:
+    """One entry, its two logarithms exact in binary: a (d - 1 + exp(-d)), half a d^2, keeps its digits."""
+    d = gap / 8192
+    term = _distributions.kl_divergence(torch.tensor([[-0.5]]).double(), torch.tensor([[-0.5 - d]]).double())
+    exact = mpmath.exp(mpmath.mpf(-0.5)) * (mpmath.mpf(d) - 1 + mpmath.exp(-mpmath.mpf(d)))
+    assert term.item() == pytest.approx(float(exact), rel=1e-14, abs=0.0)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 4), (1, 3), (3, 3), (2,), (2, 3, 1)])
+def test_a_mask_of_another_shape(shape: tuple[int, ...]) -> None:
+    words = re.escape(f"mask has shape {shape}; (2, 3) is expected")
+    with pytest.raises(ValueError, match=words):
+        sdpo.logit_loss(normal(2, 3, 5), normal(2, 3, 5), torch.ones(shape))
+
+
+@pytest.mark.parametrize("shapes", [((5,), (5,)), ((2, 3, 5), (2, 3, 4)), ((2, 3, 5), (2, 3, 6)), ((2, 3, 5), (3, 5))])
+def test_logits_that_do_not_fit(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="logit_loss: shapes differ: student_logits"):
+        sdpo.logit_loss(*map(torch.zeros, shapes), torch.ones(shapes[0][:-1]))
+
+
+@pytest.mark.parametrize("top_k", [0, 6, -1, 2.0])
+def test_a_top_k_outside_of_the_vocabulary(top_k: Any) -> None:
+    words = re.escape(f"top_k is {top_k}; it is a whole number in [1, 5], the vocabulary")
+    with pytest.raises(ValueError, match=words):
+        sdpo.logit_loss(normal(2, 3, 5), normal(2, 3, 5), torch.ones(2, 3), top_k=top_k)
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_distillation_of_whole_numbers_is_refused(whole: int) -> None:
+    pair = [torch.zeros(2, 3, 5), torch.zeros(2, 3, 5)]
+    pair[whole] = pair[whole].long()
+    with pytest.raises(ValueError, match=r"logit_loss: logits are .*int64.*floating point is expected"):
+        sdpo.logit_loss(*pair, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_a_kl_does_not_look_at_the_mixture(divergence: str) -> None:
+    pair, rows = (normal(1, 2, 5), normal(1, 2, 5, seed=1)), [normal(2, 5).log_softmax(-1)] * 2
+    losses = [sdpo.logit_loss(*pair, torch.ones(1, 2), divergence=divergence, mixture=a) for a in (0.5, 0.0, 7.0)]
+    assert losses[0] == losses[1] == losses[2]
+    weights = [sdpo.cross_entropy_weights(*rows, divergence=divergence, mixture=a).weights for a in (0.5, 0.0, 7.0)]
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+def test_without_validation_a_teacher_outside_of_the_top_k_is_nan() -> None:
+    teacher = torch.tensor([[[-torch.inf, -torch.inf, 0.0]]])
+    loss = sdpo.logit_loss(
+        torch.tensor([[[2.0, 1.0, 0.0]]]), teacher, torch.ones(1, 1), top_k=2, tail=False, validate=False
+    )
+    assert loss.isnan()
