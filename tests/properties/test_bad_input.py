@@ -294,7 +294,8 @@ def test_three_level_mean_of_lists() -> None:
 
 LEVELS = [
     ([0, 0, 2], [0, 0, 0], "action 1 has no token"),
-    ([0, 0, 1], [0, 0, 0], "action 2 has no token"),
+    ([0, 0, 1], [0, 0, 0], "action 2 has no token: action_index ends at 1"),
+    ([0, 1, 5], [0, 0], "action_index is out of order at token 2: 5 after 1"),
     ([1, 1, 2], [0, 0, 0], "action 0 has no token"),
     ([0, 1, 0], [0, 0], "action_index is out of order at token 2: 0 after 1, where actions 0 to 1 come in turn"),
     ([0, 1, 2], [0, 0], "action_index is out of order at token 2"),
