@@ -264,6 +264,20 @@ def test_backward_scales_before_it_rounds_and_can_be_called_twice(dtype: torch.d
     assert np.abs(once.double().numpy() / 2.0**14 - slope).max() <= HALF_ULP[dtype] * np.abs(slope).max()
 
 
+@DTYPES
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1])
+def test_a_nan_from_outside_is_a_nan_everywhere(bits: int, dtype: torch.dtype) -> None:
+    """Rounding adds to the bits of a number: those of a full NaN would become a zero."""
+    data = batch(RAGGED, 301, dtype, sure=5.0)
+    leaf = data["student_logits"].requires_grad_()
+    outer = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    result = spod.success_preserving_loss(**data)
+    result.loss.backward(outer.to(result.loss.dtype))
+    assert leaf.grad is not None
+    idle = result.gate[data["action_index"]]
+    assert leaf.grad[~idle].isnan().all()
+
+
 def test_the_gradient_is_differentiable_where_asked() -> None:
     data = batch([[2, 1], [2]], 11, torch.float32, sure=2.0)
     leaf = data["student_logits"].clone().requires_grad_()

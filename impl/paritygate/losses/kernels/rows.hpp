@@ -67,13 +67,19 @@ static inline Vec load_upto(const typename D::Storage* from, int64_t left) {
     return left >= WIDTH ? load<D>(from) : load_part<D>(from, (int)left);
 }
 
+// Asks for what a group of vectors will be in the next block, so that memory works while this block is computed.
+template <class T>
+static inline void ask_ahead(const T* x) {
+    for (int64_t j = 0; j < GROUP * WIDTH; j += 64 / (int64_t)sizeof(T)) __builtin_prefetch(x + j + BLOCK);
+}
+
 template <class D>
 static inline float block_maximum(const typename D::Storage* x, int64_t count) {
     Vec a = splat(-INF), b = a;
     int64_t j = 0;
     for (; j + 2 * WIDTH <= count; j += 2 * WIDTH) {
-        a = larger(load<D>(x + j), a);
-        b = larger(load<D>(x + j + WIDTH), b);
+        Two v = load_two<D>(x + j);
+        a = larger(v.a, a), b = larger(v.b, b);
     }
     for (; j < count; j += WIDTH) a = larger(load_upto<D>(x + j, count - j), a);
     return highest(larger(a, b));
@@ -116,6 +122,7 @@ static void add_near_block(Pair& row, const typename D::Storage* p, const typena
     Sum sum, slope, curve;
     for (int64_t j = 0; j < count;) {
         int64_t stop = j + GROUP * WIDTH < count ? j + GROUP * WIDTH : count;
+        ask_ahead(p + j), ask_ahead(q + j);
         for (; j < stop; j += WIDTH) {
             Vec y = load_upto<D>(q + j, count - j), u = difference(load_upto<D>(p + j, count - j), y);
             Vec e = exponential(y - cq);
@@ -144,7 +151,12 @@ static void add_block(Pair& row, const typename D::Storage* p, const typename D:
     for (int64_t j = 0; j < count;) {
         int64_t stop = j + GROUP * WIDTH;
         if (stop <= count) {
-            for (; j < stop; j += WIDTH) add(load<D>(p + j) - cp, load<D>(q + j) - cq);
+            ask_ahead(p + j), ask_ahead(q + j);
+            for (; j < stop; j += 2 * WIDTH) {
+                Two x = load_two<D>(p + j), y = load_two<D>(q + j);
+                add(x.a - cp, y.a - cq);
+                add(x.b - cp, y.b - cq);
+            }
         } else {
             for (; j < count; j += WIDTH) add(load_upto<D>(p + j, count - j) - cp, load_upto<D>(q + j, count - j) - cq);
         }
@@ -196,17 +208,26 @@ static inline double forward_kl(const Pair& row) {
 }
 
 // How a row is written: straight to memory where the destination is aligned and is not about to be read.
-template <class D, bool STREAM>
-static inline void write(typename D::Storage* to, Vec x) {
-    typename D::Packed packed = D::narrow(x);
+template <bool STREAM, class Packed>
+static inline void write(void* to, Packed packed) {
 #if defined(__AVX512F__)
     if constexpr (STREAM && sizeof packed == 64) return _mm512_stream_ps((float*)to, (__m512)packed);
-    if constexpr (STREAM && sizeof packed == 32) return _mm256_stream_si256((__m256i*)to, (__m256i)packed);
-#elif defined(__AVX__)
+#endif
+#if defined(__AVX__)
     if constexpr (STREAM && sizeof packed == 32) return _mm256_stream_ps((float*)to, (__m256)packed);
     if constexpr (STREAM && sizeof packed == 16) return _mm_stream_si128((__m128i*)to, (__m128i)packed);
 #endif
     std::memcpy(to, &packed, sizeof packed);
+}
+
+template <class D, bool STREAM>
+static inline void write_two(typename D::Storage* to, Two x) {
+    if constexpr (D::INTERLEAVED) {
+        write<STREAM>(to, D::narrow(x));
+    } else {
+        write<STREAM>(to, D::narrow(x.a));
+        write<STREAM>(to + WIDTH, D::narrow(x.b));
+    }
 }
 
 static inline void drain() {
@@ -215,26 +236,33 @@ static inline void drain() {
 #endif
 }
 
-// Applies f(offset, how many) -> Vec to a row, last block first: that is the part still in the cache.
+// Writes f(p, q) of every entry of two rows, last block first: that is the part still in the cache.
 template <class D, bool STREAM, class F>
-static void write_row_as(typename D::Storage* out, int64_t V, F f) {
-    int64_t whole = V / WIDTH * WIDTH;
-    if (whole < V) store_part<D>(out + whole, f(whole, V - whole), (int)(V - whole));
+static void write_row_as(const typename D::Storage* p, const typename D::Storage* q, typename D::Storage* out, int64_t V,
+                         F f) {
+    const int64_t whole = V / (2 * WIDTH) * (2 * WIDTH);
+    for (int64_t j = whole; j < V; j += WIDTH) {
+        const int left = V - j < WIDTH ? (int)(V - j) : WIDTH;
+        store_part<D>(out + j, f(load_part<D>(p + j, left), load_part<D>(q + j, left)), left);
+    }
     for (int64_t end = whole; end > 0;) {
         int64_t start = (end - 1) / BLOCK * BLOCK;
-        for (int64_t j = start; j < end; j += WIDTH) write<D, STREAM>(out + j, f(j, (int64_t)WIDTH));
+        for (int64_t j = start; j < end; j += 2 * WIDTH) {
+            Two x = load_two<D>(p + j), y = load_two<D>(q + j);
+            write_two<D, STREAM>(out + j, {f(x.a, y.a), f(x.b, y.b)});
+        }
         end = start;
     }
 }
 
 template <class D, class F>
-static void write_row(typename D::Storage* out, const void* in, int64_t V, F f) {
-    bool stream = (const void*)out != in && (uintptr_t)out % 64 == 0 && V * sizeof *out > (1 << 15);
+static void write_row(const typename D::Storage* p, const typename D::Storage* q, typename D::Storage* out, int64_t V, F f) {
+    bool stream = out != p && (uintptr_t)out % 64 == 0 && V * sizeof *out > (1 << 15);
     if (stream) {
-        write_row_as<D, true>(out, V, f);
+        write_row_as<D, true>(p, q, out, V, f);
         drain();
     } else {
-        write_row_as<D, false>(out, V, f);
+        write_row_as<D, false>(p, q, out, V, f);
     }
 }
 
@@ -243,23 +271,24 @@ struct Coefficients {
     double student, teacher, action;
 };
 
+static inline Vec factor(double x) { return splat(x == x ? (float)x : NAN); }
+
 // w (p - q) from log p - log q where that is small, so that what the two have in common does not cancel; half precision
 // cannot show the difference.
 template <class D>
 static void difference_row(const typename D::Storage* p, const typename D::Storage* q, typename D::Storage* out,
                            int64_t V, const Pair& row, double weight) {
     Vec cp = splat(row.p.maximum), cq = splat(row.q.maximum);
-    Vec wp = splat((float)(weight / row.p.sum)), wq = splat((float)(weight / row.q.sum));
+    Vec wp = factor(weight / row.p.sum), wq = factor(weight / row.q.sum);
     if (row.near) {
-        Vec shift = splat((float)row.shift());
-        write_row<D>(out, p, V, [=](int64_t j, int64_t n) {
-            Vec y = load_upto<D>(q + j, n), ratio = difference(load_upto<D>(p + j, n), y) - shift;
-            return wq * exponential(y - cq) * exponential_minus_one(ratio);
+        Vec shift = factor(row.shift());
+        write_row<D>(p, q, out, V, [=](Vec x, Vec y) {
+            return wq * exponential(y - cq) * exponential_minus_one(difference(x, y) - shift);
         });
     } else {
-        Vec shift = splat((float)(row.p.log_sum() - row.q.log_sum()));
-        write_row<D>(out, p, V, [=](int64_t j, int64_t n) {
-            Vec dp = load_upto<D>(p + j, n) - cp, dq = load_upto<D>(q + j, n) - cq, ratio = dp - dq - shift;
+        Vec shift = factor(row.p.log_sum() - row.q.log_sum());
+        write_row<D>(p, q, out, V, [=](Vec x, Vec y) {
+            Vec dp = x - cp, dq = y - cq, ratio = dp - dq - shift;
             Vec teacher = wq * exponential(dq), plain = wp * exponential(dp) - teacher;
             return (ratio < 0.5f) & (ratio > -0.5f) ? teacher * exponential_minus_one(ratio) : plain;
         });
@@ -281,15 +310,12 @@ static void gradient_row(const typename D::Storage* p, const typename D::Storage
         if (c.action != 0) store_one<D>(out + action, c.student * ep - c.teacher * eq - c.action);
         return;
     }
-    Vec a = splat((float)(c.student / row.p.sum)), b = splat((float)(c.teacher / row.q.sum));
+    Vec a = factor(c.student / row.p.sum), b = factor(c.teacher / row.q.sum);
     Vec cp = splat(row.p.maximum), cq = splat(row.q.maximum);
     if (c.teacher == 0) {
-        write_row<D>(out, p, V, [=](int64_t j, int64_t n) { return a * exponential(load_upto<D>(p + j, n) - cp); });
+        write_row<D>(p, p, out, V, [=](Vec x, Vec) { return a * exponential(x - cp); });
     } else {
-        write_row<D>(out, p, V, [=](int64_t j, int64_t n) {
-            Vec student = a * exponential(load_upto<D>(p + j, n) - cp);
-            return student - b * exponential(load_upto<D>(q + j, n) - cq);
-        });
+        write_row<D>(p, q, out, V, [=](Vec x, Vec y) { return a * exponential(x - cp) - b * exponential(y - cq); });
     }
     if (c.action != 0) store_one<D>(out + action, c.student * ep - c.teacher * eq - c.action);
 }

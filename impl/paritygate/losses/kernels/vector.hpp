@@ -56,19 +56,18 @@ static inline Vec exp2_fraction(Vec f) {
 
 // exp(x) for x <= 0 (up to 80 is fine), -inf gives exactly 0, NaN stays NaN.
 static inline Vec exponential(Vec x) {
-    Vec t = x * 1.44269504f;
+    const float per_octave = 1.44269504f;
 #if defined(__AVX512F__)
-    t = larger(splat(-160.f), t);
-    Vec n = (Vec)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return (Vec)_mm512_scalef_ps((__m512)exp2_fraction(t - n), (__m512)n);
+    x = larger(splat(-110.f), x);
+    Vec n = (Vec)_mm512_roundscale_ps((__m512)(x * per_octave), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (Vec)_mm512_scalef_ps((__m512)exp2_fraction(x * per_octave - n), (__m512)n);
 #else
-    const Vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    Vec bounded = larger(splat(-126.f), t);
-    Vec shifted = bounded + magic;
-    Vec y = exp2_fraction(bounded - (shifted - magic));
-    Vec scaled = floats(bits(y) + (bits(shifted) << 23));
-    scaled = t < -126.f ? Vec{} : scaled;
-    return t == t ? scaled : t;
+    // Adding 1.5 * 2^23 rounds to an integer in the low bits; 127 more, and they are the exponent of 2^n. n = -127, of
+    // anything under -87.7, makes that 0, and a NaN is the polynomial's.
+    const Vec magic = splat(12582912.f + 127.f);
+    x = larger(splat(-88.03f), x);
+    Vec shifted = x * per_octave + magic;
+    return exp2_fraction(x * per_octave - (shifted - magic)) * floats(bits(shifted) << 23);
 #endif
 }
 
@@ -141,16 +140,24 @@ static inline Half narrow_float16(Vec x) {
 #endif
 }
 
+static inline Bits round_bfloat16(Vec x) {  // into the upper half; a NaN whose lower half is full might leave it none
+    Bits u = bits(x);
+    return u + 0x7fffu + ((u >> 16) & 1u);
+}
+
 static inline Half narrow_bfloat16(Vec x) {
 #if defined(__AVX512BF16__)
     return (Half)_mm512_cvtneps_pbh((__m512)x);
 #else
-    Bits u = bits(x);
-    Bits rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    rounded = (u & 0x7fffffffu) > 0x7f800000u ? (Bits{} + 0x7fc0u) : rounded;
-    return __builtin_convertvector(rounded, Half);
+    Bits rounded = x == x ? round_bfloat16(x) : Bits{} + 0x7fc00000u;
+    return __builtin_convertvector(rounded >> 16, Half);
 #endif
 }
+
+// Two vectors of a row. Of bfloat16 the even and the odd entries, so that neither reading nor writing moves lanes.
+struct Two {
+    Vec a, b;
+};
 
 // A dtype: its storage, and how a vector of it is read and written. Padding is -inf, which no sum sees.
 struct Float32 {
@@ -158,6 +165,7 @@ struct Float32 {
     static Vec widen(Vec x) { return x; }
     static Vec narrow(Vec x) { return x; }
     typedef Vec Packed;
+    static constexpr bool INTERLEAVED = false;
     static float padding() { return -INF; }
 };
 struct BFloat16 {
@@ -165,6 +173,10 @@ struct BFloat16 {
     typedef Half Packed;
     static Vec widen(Half h) { return floats(__builtin_convertvector(h, Bits) << 16); }
     static Half narrow(Vec x) { return narrow_bfloat16(x); }
+    static constexpr bool INTERLEAVED = true;
+    static Two widen(Bits x) { return {floats(x << 16), floats(x & 0xffff0000u)}; }
+    // NaN of bfloat16 logits and of `factor` has an empty lower half.
+    static Bits narrow(Two x) { return (round_bfloat16(x.a) >> 16) | (round_bfloat16(x.b) & 0xffff0000u); }
     static uint16_t padding() { return 0xff80; }
 };
 struct Float16 {
@@ -172,6 +184,7 @@ struct Float16 {
     typedef Half Packed;
     static Vec widen(Half h) { return widen_float16(h); }
     static Half narrow(Vec x) { return narrow_float16(x); }
+    static constexpr bool INTERLEAVED = false;
     static uint16_t padding() { return 0xfc00; }
 };
 
@@ -186,6 +199,17 @@ template <class D>
 static inline void store(typename D::Storage* to, Vec x) {
     typename D::Packed packed = D::narrow(x);
     std::memcpy(to, &packed, sizeof packed);
+}
+
+template <class D>
+static inline Two load_two(const typename D::Storage* from) {
+    if constexpr (D::INTERLEAVED) {
+        Bits both;
+        std::memcpy(&both, from, sizeof both);
+        return D::widen(both);
+    } else {
+        return {load<D>(from), load<D>(from + WIDTH)};
+    }
 }
 
 // The last, partial vector of a row.
