@@ -255,6 +255,29 @@ def test_distillation_of_whole_numbers_is_refused(whole: int) -> None:
         sdpo.logit_loss(*pair, torch.ones(2, 3))
 
 
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
+def test_service_weights_where_the_teacher_excludes_an_entry(divergence: str, tail: bool) -> None:
+    """Only the reverse KL is +inf there; the others have a gradient, and the weights are to have it too."""
+    student, teacher = normal(1, 6), normal(1, 6, seed=1)
+    kept = student[0].topk(4).indices
+    teacher[0, kept[1]] = -torch.inf
+    options: Any = {"divergence": divergence, "mixture": 0.3, "tail": tail}
+    pair = (x.log_softmax(-1)[:, kept] for x in (student, teacher))
+    weights = sdpo.cross_entropy_weights(*pair, **options).weights
+    leaf = student.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(-(weights * leaf.log_softmax(-1)[:, kept]).sum(), leaf)
+    sides = student[None].numpy(), teacher[None].numpy()
+    expected = reference.logit_loss_grad(*sides, np.ones((1, 1)), top_k=4, **options)
+    np.testing.assert_allclose(gradient.numpy()[None], expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2), (3, 3), (1, 3)])
+def test_service_weights_of_rows_that_do_not_fit(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"shapes are (2, 3) and {shape};")):
+        sdpo.cross_entropy_weights(torch.full((2, 3), -2.0), torch.full(shape, -2.0))
+
+
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
 def test_a_kl_does_not_look_at_the_mixture(divergence: str) -> None:
     pair, rows = (normal(1, 2, 5), normal(1, 2, 5, seed=1)), [normal(2, 5).log_softmax(-1)] * 2
