@@ -10,7 +10,7 @@ import torch
 from kernel_batches import batch
 from torch import Tensor
 
-from paritygate.losses import _spod_fused, _spod_ops, spod
+from paritygate.losses import _spod_fused, _spod_ops, _spod_rows, spod
 
 VOCABULARY, WIDTH, TEACHER_WIDTH = 301, 24, 40
 EPISODES = [[1, 3, 2], [40], [5, 1], [2, 2], [9, 20, 1]]
@@ -173,6 +173,26 @@ def test_no_tile_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     spod.fused_linear_success_preserving_loss(*student, *teacher, **rest, chunk_tokens=8)
     assert max(seen) <= 8
     assert sum(seen) == len(rest["actions"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "long_may_open", "spans"),
+    [
+        ([1, 3, 2, 7, 2, 2, 1], True, [(0, 4, 0, 2), (4, 6, 2, 3), (6, 13, 3, 4), (13, 17, 4, 6), (17, 18, 6, 7)]),
+        (
+            [1, 3, 2, 7, 2, 2, 1],
+            False,
+            [(0, 4, 0, 2), (4, 6, 2, 3), (6, 10, 3, 4), (10, 13, 3, 4), (13, 17, 4, 6), (17, 18, 6, 7)],
+        ),
+        ([4, 4, 1], False, [(0, 4, 0, 1), (4, 8, 1, 2), (8, 9, 2, 3)]),
+        ([2, 2, 2, 2, 2], True, [(0, 4, 0, 2), (4, 8, 2, 4), (8, 10, 4, 5)]),
+        ([1, 1, 1, 1, 1], True, [(0, 4, 0, 4), (4, 5, 4, 5)]),
+    ],
+)
+def test_chunks_are_whole_actions_and_full(tokens: list[int], long_may_open: bool, spans: list[Any]) -> None:
+    """At most 4 rows: first and last row, first and last action of each chunk; a longer action is cut or alone."""
+    found = _spod_rows.plan(tokens, [long_may_open] * len(tokens), 4)
+    assert [(x.rows.start, x.rows.stop, x.actions.start, x.actions.stop) for x in found] == spans
 
 
 @pytest.mark.parametrize("which", [0, 1])

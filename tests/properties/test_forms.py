@@ -1,6 +1,7 @@
 """One loss in its forms: any leading dimensions, any factor from above, what does not fit, the series at its end."""
 
 import itertools
+import math
 import re
 from typing import Any
 
@@ -276,6 +277,25 @@ def test_service_weights_where_the_teacher_excludes_an_entry(divergence: str, ta
 def test_service_weights_of_rows_that_do_not_fit(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=re.escape(f"shapes are (2, 3) and {shape};")):
         sdpo.cross_entropy_weights(torch.full((2, 3), -2.0), torch.full(shape, -2.0))
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 4), (3, 4)])
+def test_service_weights_of_spod_of_rows_that_do_not_fit(shape: tuple[int, int]) -> None:
+    """A single row would be taken for all of them."""
+    rows, sampled, index = torch.full(shape, -2.0), torch.tensor([-1.0, -1.0]), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=f"{shape[0]} rows of log-probabilities, 2 sampled tokens"):
+        spod.success_preserving_weights(rows, rows, sampled, sampled, index, index, torch.tensor([True, True]))
+
+
+@pytest.mark.parametrize(("student", "weight"), [(-0.75, 0.7), (math.log(0.5), 0.0), (-0.5, 0.0)])
+def test_service_weights_of_spod_at_its_floor(student: float, weight: float) -> None:
+    """Where the student is at tau0 already nothing holds it up: the floor acts below."""
+    rows, index = torch.full((1, 3), -2.0), torch.tensor([0])
+    sampled, teacher = torch.tensor([student], dtype=torch.float64), torch.tensor([-2.0])
+    given = rows, rows, sampled, teacher, index, index, torch.tensor([True])
+    weights = spod.success_preserving_weights(*given, tau0=0.5, floor_weight=0.7)
+    assert weights.gate.tolist() == [True]
+    assert weights.sampled.tolist() == [weight]
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
