@@ -136,6 +136,18 @@ def test_an_early_exit_reads_less_of_the_teacher(monkeypatch: pytest.MonkeyPatch
     assert 0 < rows <= 0.7 * len(rest["actions"])
 
 
+@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize("late", [50.0, 0.0])
+def test_what_an_early_exit_has_not_read_may_have_been_certain(late: float, chunk: int | None) -> None:
+    """The first token decides; the second counts as log q = 0, which is no less than what it is."""
+    student, teacher = torch.zeros(2, 4), torch.tensor([[-20.0, 0.0, 0.0, 0.0], [late, 0.0, 0.0, 0.0]])
+    index, head = torch.tensor([0, 0]), torch.eye(4)
+    given = student, head, teacher, head, index, index, index[:1], torch.tensor([True])
+    told = spod.fused_linear_success_preserving_loss(*given, chunk_tokens=chunk, exact_teacher_logprob=False)
+    assert told.gate.tolist() == [True]
+    assert told.teacher_logprob.item() == pytest.approx(-20.0 - math.log(3.0), rel=1e-6)
+
+
 def test_a_gradient_that_is_zero_is_never_written() -> None:
     """Everything protected above the floor: the head's gradient is zeros in memory that is not resident."""
     resident = Path("/proc/self/statm")
@@ -193,6 +205,21 @@ def test_chunks_are_whole_actions_and_full(tokens: list[int], long_may_open: boo
     """At most 4 rows: first and last row, first and last action of each chunk; a longer action is cut or alone."""
     found = _spod_rows.plan(tokens, [long_may_open] * len(tokens), 4)
     assert [(x.rows.start, x.rows.stop, x.actions.start, x.actions.stop) for x in found] == spans
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "rows"),
+    [
+        (1000, torch.float32, 8388),
+        (151_936, torch.bfloat16, 110),
+        (151_936, torch.float64, 27),
+        (1 << 20, torch.bfloat16, 16),
+        (1 << 24, torch.float32, 16),
+        (0, torch.float32, 1 << 25),
+    ],
+)
+def test_a_chunk_has_32_mib_of_logits_and_16_rows_at_least(vocabulary: int, dtype: torch.dtype, rows: int) -> None:
+    assert _spod_fused.chunk_rows(vocabulary, dtype) == rows
 
 
 @pytest.mark.parametrize("which", [0, 1])
