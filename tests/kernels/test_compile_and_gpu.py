@@ -9,7 +9,7 @@ from test_rows import HALF_ULP, RAGGED, holds
 from torch import Tensor
 
 from counts import SOAK
-from paritygate.losses import sdpo, spod
+from paritygate.losses import _spod_ops, sdpo, spod
 
 DTYPES = pytest.mark.parametrize("dtype", HALF_ULP, ids=str)
 
@@ -40,6 +40,19 @@ def test_one_graph_the_same_bits(dtype: torch.dtype, backend: str) -> None:
     assert torch.equal(gate, expected.gate)
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_operators_without_data_have_the_shapes_of_those_with(dtype: torch.dtype) -> None:
+    """What torch.compile plans with; backends that run the operator itself do not notice a mistake in it."""
+    student, teacher = torch.zeros(6, 4, dtype=dtype), torch.ones(6, 4, dtype=dtype)
+    actions, weights = torch.zeros(6, dtype=torch.int64), torch.ones(6, dtype=torch.float64)
+    known = _spod_ops.statistics(student, teacher, actions)
+    for operator, given in (
+        (_spod_ops.statistics, (student, teacher, actions)),
+        (_spod_ops.gradient, (student, teacher, actions, known, weights, weights)),
+    ):
+        torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")

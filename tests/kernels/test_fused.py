@@ -148,6 +148,18 @@ def test_what_an_early_exit_has_not_read_may_have_been_certain(late: float, chun
     assert told.teacher_logprob.item() == pytest.approx(-20.0 - math.log(3.0), rel=1e-6)
 
 
+@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_early_exit_does_not_decide_at_a_tie(dtype: torch.dtype, chunk: int | None) -> None:
+    """Student 0 and -log 4, teacher -log 4 and -log 4: the first token alone ties, both protect."""
+    student, teacher = torch.tensor([[0.0, -1e4, -1e4, -1e4], [0.0] * 4], dtype=dtype), torch.zeros(2, 4, dtype=dtype)
+    index, head = torch.tensor([0, 0]), torch.eye(4, dtype=dtype)
+    given = student, head, teacher, head, index, index, index[:1], torch.tensor([True])
+    told = spod.fused_linear_success_preserving_loss(*given, chunk_tokens=chunk, exact_teacher_logprob=False)
+    assert told.gate.tolist() == [True]
+    assert told.teacher_logprob.item() == pytest.approx(-math.log(16.0), rel=1e-6)
+
+
 def test_a_gradient_that_is_zero_is_never_written() -> None:
     """Everything protected above the floor: the head's gradient is zeros in memory that is not resident."""
     resident = Path("/proc/self/statm")
