@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernel_batches import batch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paritygate.losses import _spod_fused, _spod_ops, _spod_rows, spod
 
@@ -232,6 +233,33 @@ def test_chunks_are_whole_actions_and_full(tokens: list[int], long_may_open: boo
 )
 def test_a_chunk_has_32_mib_of_logits_and_16_rows_at_least(vocabulary: int, dtype: torch.dtype, rows: int) -> None:
     assert _spod_fused.chunk_rows(vocabulary, dtype) == rows
+
+
+class Products(TorchDispatchMode):
+    """Rows of the left side of every matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.rows.append(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("tile", "rows"), [(30, [5, 5, 2]), (1, [1] * 12), (1 << 20, [12])])
+def test_half_precision_is_added_a_slice_of_the_vocabulary_at_a_time(
+    tile: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TILE bytes of the product at once; whole numbers, so that every order of addition gives the same."""
+    monkeypatch.setattr(_spod_fused, "TILE", tile)
+    gradient, hidden = torch.arange(48).view(4, 12) % 5 - 2, torch.arange(12).view(4, 3) % 7 - 3
+    total = torch.ones(12, 3)
+    with Products() as seen:
+        _spod_fused.add_product(total, gradient.bfloat16(), hidden.bfloat16(), False)
+    assert torch.equal(total, 1.0 + gradient.t() @ hidden)
+    assert seen.rows == rows
 
 
 @pytest.mark.parametrize("which", [0, 1])
