@@ -42,9 +42,9 @@ from cosmic_ray.plugins import get_operator, operator_names  # noqa: E402
 
 LOSSES = ROOT / "impl/paritygate/losses"
 TESTS = (
-    *("bad_input", "contract", "numerics", "derivatives", "invariances"),
+    *("bad_input", "contract", "numerics", "derivatives", "invariances", "forms"),
     *("averaging", "grpo", "policy_gradient", "sdpo", "spod"),
-    *("rows", "divergence", "fused"),
+    *("rows", "divergence", "fused", "truncated"),
 )
 MEMORY = 16 << 30  # bytes of address space: a mutant may ask for anything
 
