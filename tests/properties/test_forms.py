@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import oracle
-from paritygate.losses import _distributions, _spod_fused, _spod_ops, sdpo, spod
+from paritygate.losses import _distributions, _spod_fused, _spod_ops, grpo, policy_gradient, sdpo, spod
 from paritygate_reference import sdpo as reference
 from paritygate_reference import spod as spod_reference
 
@@ -64,6 +64,32 @@ def test_a_teacher_at_an_end_of_its_rate_does_not_read_the_other(make: Any) -> N
     initial, student = torch.tensor([1.0, -torch.inf, 2.0]), torch.tensor([-torch.inf, 0.5, 3.0])
     assert torch.equal(make(initial, student, 0.0), initial)
     assert torch.equal(make(initial, student, 1.0), student)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result", "teacher"),
+    [
+        (torch.float64, torch.float64, torch.float64),
+        (torch.float32, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float16, torch.float32, torch.float16),
+        (torch.int64, torch.float64, torch.float64),
+    ],
+)
+def test_dtypes_of_what_is_made(dtype: torch.dtype, result: torch.dtype, teacher: torch.dtype) -> None:
+    """No advantage is of half precision, none is widened; a teacher is of the dtype of what it was made of."""
+    pair, mask = (torch.full((2, 3), -2).to(dtype), torch.full((2, 3), -1).to(dtype)), torch.ones(2, 3)
+    for made in (
+        sdpo.token_advantage(*pair, mask),
+        sdpo.sequence_advantage(*pair, mask),
+        sdpo.hybrid_advantage(*pair, 0.5),
+        policy_gradient.importance_sampling_loss(*pair, pair[0]),
+    ):
+        assert made.dtype == result
+    assert grpo.group_mean_advantage(pair[0]).dtype == torch.float64
+    for rate in (0.0, 0.5, 1.0):
+        assert sdpo.ema(*pair, rate).dtype == teacher
+        assert sdpo.trust_region(*pair, rate).dtype == teacher
 
 
 def test_nobody_is_his_own_sibling_in_a_large_group() -> None:
@@ -233,6 +259,17 @@ def test_a_mask_of_another_shape(shape: tuple[int, ...]) -> None:
     words = re.escape(f"mask has shape {shape}; (2, 3) is expected")
     with pytest.raises(ValueError, match=words):
         sdpo.logit_loss(normal(2, 3, 5), normal(2, 3, 5), torch.ones(shape))
+
+
+@pytest.mark.parametrize("value", [-1.0, 2.0, 0.5, math.nan, -math.inf])
+def test_a_mask_of_other_numbers(value: float) -> None:
+    mask = torch.tensor([[1.0, 0.0, value], [1.0, 1.0, 1.0]])
+    with pytest.raises(
+        ValueError, match=re.escape(f"logit_loss: the mask at position (0, 2) is {value}; it is 0 or 1")
+    ):
+        sdpo.logit_loss(normal(2, 3, 5), normal(2, 3, 5), mask)
+    with pytest.raises(ValueError, match=re.escape(f"token_advantage: the mask at position (0, 2) is {value}")):
+        sdpo.token_advantage(-normal(2, 3).abs(), -normal(2, 3).abs(), mask)
 
 
 @pytest.mark.parametrize("shapes", [((5,), (5,)), ((2, 3, 5), (2, 3, 4)), ((2, 3, 5), (2, 3, 6)), ((2, 3, 5), (3, 5))])
