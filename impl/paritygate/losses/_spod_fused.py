@@ -7,6 +7,9 @@ An action longer than a chunk is measured first and, only if it has a gradient, 
 
 import math
 import mmap
+import sys
+import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from ._spod_levels import Batch, Levels, combine, levels_of, parts_of
 from ._spod_rows import Span, Weights, plan, sum_by
 from .kernels.cpu import COLUMNS
 
+KEPT = 3  # memories that an evaluation leaves for the next: two tiles and the gradient of a head
 TILE = 32 << 20  # bytes of one (chunk, V) block of logits: a GEMM of its height runs at nearly full speed
 
 
@@ -36,18 +40,52 @@ def chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
     return max(16, TILE // max(1, vocabulary * dtype.itemsize))
 
 
-def zeros(shape: torch.Size, like: Tensor, dtype: torch.dtype, *, huge: bool) -> Tensor:
-    """Zeros on the device of `like`, on the CPU in pages (`huge` ones) that cost nothing until written.
+def zeros(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros on the device of `like`, on the CPU in pages that cost nothing until written."""
+    pages = _pages(shape, like, dtype)
+    return torch.zeros(shape, dtype=dtype, device=like.device) if pages is None else _tensor(pages, shape, dtype)
 
-    A huge page pays for what is written whole, soon and again (tiles); a whole gradient of them waits for the kernel.
+
+def room(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory with anything in it, to be written whole; on the CPU that of an evaluation before, which no tensor uses.
+
+    Fresh memory costs a page fault every few KiB, a tenth of the whole loss. What is kept is what the last evaluation
+    needed: the first request that finds nothing of its size lets go of everything that is free.
     """
     size = math.prod(shape) * dtype.itemsize
+    with _taking:
+        counts = _references(_kept)
+        free = [pages for pages, count in zip(_kept, counts, strict=True) if count == _UNUSED]
+        used = [pages for pages, count in zip(_kept, counts, strict=True) if count != _UNUSED]
+        found = next((pages for pages in free if len(pages) == size), None) if like.device.type == "cpu" else None
+        others = [pages for pages in free if pages is not found][: KEPT - 1] if found is not None else []
+        if found is None and (found := _pages(shape, like, dtype)) is not None:
+            found.madvise(mmap.MADV_HUGEPAGE)
+        if found is None:
+            return torch.empty(shape, dtype=dtype, device=like.device)
+        _kept[:] = [*used, *others, found]
+        return _tensor(found, shape, dtype)
+
+
+def _references(things: Sequence[object]) -> list[int]:
+    return [sys.getrefcount(thing) for thing in things]
+
+
+_UNUSED = _references([object()])[0]  # of what only a list holds
+_kept: list[mmap.mmap] = []
+_taking = threading.Lock()
+
+
+def _pages(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> mmap.mmap | None:
+    """Pages of zeros that are not there until written, or None where torch should see to it."""
+    size = math.prod(shape) * dtype.itemsize
     if like.device.type != "cpu" or size < 2 * mmap.PAGESIZE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(shape, dtype=dtype, device=like.device)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if huge:
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+        return None
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _tensor(pages: mmap.mmap, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(pages, dtype=dtype).view(shape)  # its storage holds `pages` for as long as it lives
 
 
 class Fused:
@@ -60,26 +98,28 @@ class Fused:
         self.student, self.teacher, self.batch, self.exact = student, teacher, batch, exact
         self.levels = levels_of(batch)
         self.known = student.hidden.new_zeros(count, len(COLUMNS), dtype=torch.float64)
-        precise = torch.float64 if student.hidden.dtype == torch.float64 else torch.float32
-        self.grad_hidden, self.grad_head = (
-            zeros(x.shape, x, precise, huge=False) if wanted else None
-            for x, wanted in zip((student.hidden, student.head), want, strict=True)
-        )
-        self.written = False
+        self.precise = precise = torch.float64 if student.hidden.dtype == torch.float64 else torch.float32
+        self.want_hidden, self.want_head = want
+        self.grad_hidden: Tensor | None = None  # made when there is something to write
+        self.grad_head: Tensor | None = None
         # Half precision cannot hold 1 / (n S E) of a large batch: the largest weight is made 1, undone at the end.
         self.scale = 1.0 / float(self.levels.weights.max()) if precise != student.hidden.dtype else 1.0
         self.most = min(most, count)
         tile = torch.Size([self.most, vocabulary])
-        self.tiles = [zeros(tile, student.hidden, student.hidden.dtype, huge=True) for _ in range(2)]
+        self.tiles = [room(tile, student.hidden, student.hidden.dtype) for _ in range(2)]
 
     def run(self) -> None:
         """Every chunk in turn."""
         for span in plan(self.levels.tokens.tolist(), self.levels.success.tolist(), self.most):
             (self.whole if span.rows.stop - span.rows.start <= self.most else self.long)(span)
-        if self.written and self.scale != 1.0:
+        if self.scale != 1.0:
             for gradient in (self.grad_hidden, self.grad_head):
                 if gradient is not None:
                     gradient.div_(self.scale)
+        if self.want_hidden and self.grad_hidden is None:
+            self.grad_hidden = zeros(self.student.hidden.shape, self.student.hidden, self.precise)
+        if self.want_head and self.grad_head is None:
+            self.grad_head = zeros(self.student.head.shape, self.student.head, self.precise)
 
     def whole(self, span: Span) -> None:
         """Rows that fit the tiles, and whose gates are decided by them or cannot open."""
@@ -173,7 +213,7 @@ class Fused:
     @property
     def wanted(self) -> bool:
         """Whether any gradient is."""
-        return self.grad_hidden is not None or self.grad_head is not None
+        return self.want_hidden or self.want_head
 
     def weights(self, span: Span) -> Tensor:
         """The factors (2, n) of `p - q` and of `p - onehot` in the gradient of these rows, times the scale."""
@@ -194,20 +234,25 @@ class Fused:
         active = weights.any(0)
         if not (self.wanted and bool(active.any())):
             return
-        first, self.written = not self.written, True
         p, q = (tile[: rows.stop - rows.start] for tile in self.tiles)
         ops.gradient_(p, p, q, self.batch.actions[rows], self.known[rows], Weights(*weights))
         index = slice(None) if bool(active.all()) else active.nonzero()[:, 0]
         if isinstance(index, Tensor):
             p = torch.index_select(p, 0, index, out=q[: len(index)])
-        if self.grad_hidden is not None:
-            self.grad_hidden[rows][index] = (p @ self.student.head).to(self.grad_hidden.dtype)
-        if self.grad_head is not None:
-            add_product(self.grad_head, p, self.student.hidden[rows][index], first)
+        hidden, head = self.student
+        if self.want_hidden:
+            if self.grad_hidden is None:
+                self.grad_hidden = zeros(hidden.shape, hidden, self.precise)
+            self.grad_hidden[rows][index] = (p @ head).to(self.precise)
+        if self.want_head:
+            first = self.grad_head is None
+            if self.grad_head is None:
+                self.grad_head = room(head.shape, head, self.precise)
+            add_product(self.grad_head, p, hidden[rows][index], first)
 
 
 def add_product(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) -> None:
-    """total += gradient.T @ hidden, the `first` without reading the zeros that are there.
+    """total += gradient.T @ hidden; the `first` is written over whatever is there.
 
     Where `total` is more precise than these, a slice of the vocabulary at a time.
     """
@@ -216,7 +261,8 @@ def add_product(total: Tensor, gradient: Tensor, hidden: Tensor, first: bool) ->
         return
     step = max(1, TILE // max(1, hidden.shape[1] * hidden.itemsize))
     for start in range(0, gradient.shape[1], step):
-        total[start : start + step] += gradient[:, start : start + step].t() @ hidden
+        part, product = total[start : start + step], gradient[:, start : start + step].t() @ hidden
+        part.copy_(product) if first else part.add_(product)
 
 
 class FusedSpod(torch.autograd.Function):

@@ -109,9 +109,10 @@ def fused_linear_success_preserving_loss(
 
     Differentiable once in the student's hidden states and head: the gradients are made with the loss, kept in float32,
     and handed over by one backward. The teacher's width D may differ. `chunk_tokens` rows of logits are held at once
-    (by default 32 MiB of them), twice. `exact_teacher_logprob=False` stops reading the teacher where an action is
-    protected already: its `teacher_logprob` is then an upper bound, the rest is the same. Gates are read by the host,
-    which waits for the device. ValueError as `success_preserving_loss`, and for shapes or dtypes that do not fit.
+    (by default 32 MiB of them), twice; on the CPU their memory, and a freed gradient's, waits for the next call.
+    `exact_teacher_logprob=False` stops reading the teacher where an action is protected already: its
+    `teacher_logprob` is then an upper bound, the rest is the same. Gates are read by the host, which waits for the
+    device. ValueError as `success_preserving_loss`, and for shapes or dtypes that do not fit.
     """
     batch = Batch(actions, action_index, episode_index, success, tau0, floor_weight)
     student, teacher = (student_hidden, student_head), (teacher_hidden.detach(), teacher_head.detach())
