@@ -20,6 +20,14 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+OPTIONS: list[dict[str, Any]] = [
+    *({"divergence": kind, "mixture": 0.3} for kind in sdpo.DIVERGENCES),
+    {"top_k": 2},
+    {"top_k": 2, "tail": False},
+    *({"aggregation": aggregation} for aggregation in sdpo.AGGREGATIONS),
+]
+
+
 @pytest.mark.parametrize("lead", [(), (1,), (2, 2), (2, 1, 2)])
 @pytest.mark.parametrize("aggregation", sdpo.AGGREGATIONS)
 def test_logit_loss_of_any_leading_dimensions(lead: tuple[int, ...], aggregation: str) -> None:
@@ -56,6 +64,27 @@ def test_logit_loss_under_any_factor(dtype: torch.dtype, factor: float, again: b
         value += ratio * reference.logit_loss(*pair, np.ones((1, 1)), aggregation="token_sum")
     assert loss.item() == pytest.approx(value, rel=1e-12 if dtype == torch.float64 else 1e-6)
     torch.testing.assert_close(gradient[0].double(), expected, rtol=0, atol=1e-15 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_gradient_of_the_logit_loss_by_itself(options: dict[str, Any]) -> None:
+    """`logit_loss_grad` hands every option on, is a constant, and asks for no graph around it."""
+    student, teacher = normal(2, 3, 5).requires_grad_(), normal(2, 3, 5, seed=1)
+    mask, ratio = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.tensor([[0.5, 2.0, 1.0], [3.0, 1.0, 1.0]])
+    with torch.no_grad():
+        gradient = sdpo.logit_loss_grad(student, teacher, mask, importance_ratio=ratio, **options)
+    sides = [x.detach().numpy() for x in (student, teacher, mask)]
+    expected = reference.logit_loss_grad(*sides, importance_ratio=ratio.numpy(), **options)
+    np.testing.assert_allclose(gradient.numpy(), expected, rtol=0, atol=1e-15)
+    assert not gradient.requires_grad
+    assert student.grad is None
+
+
+def test_the_gradient_of_the_logit_loss_by_itself_without_validation() -> None:
+    pair, masked = (normal(2, 3, 5), normal(2, 3, 5, seed=1)), torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="masked"):
+        sdpo.logit_loss_grad(*pair, masked)
+    assert not sdpo.logit_loss_grad(*pair, masked, validate=False).any()
 
 
 @pytest.mark.parametrize("make", [sdpo.ema, sdpo.trust_region])
