@@ -114,21 +114,26 @@ class Block:
         """`kl (p - q) + floor (p - onehot)` into `out` (n, V), of the rows in the buffers."""
         n, v = out.shape
         of_kl, of_floor = weights
-        idle, kl = (of_kl == 0) & (of_floor == 0), of_kl != 0
-        of_p, of_q = ((of_kl + of_floor) / known[:, 1])[:, None].float(), (of_kl / known[:, 3])[:, None].float()
-        hot = self.hot(known) & kl[:, None]
+        if not bool(of_kl.any() | of_floor.any()):
+            out.zero_()
+            return
+        sum_p, sum_q = known[:, 1], known[:, 3]
+        factors = torch.stack([of_kl / sum_p, of_kl / sum_q, of_floor / sum_p, sum_p.log() - sum_q.log()], 1).float()
+        of_p, of_q = ((of_kl + of_floor) / sum_p)[:, None].float(), factors[:, 1:2]
+        hot = self.hot(known) & (of_kl != 0)[:, None]
+        has_kl, idle = (of_kl != 0).tolist(), ((of_kl == 0) & (of_floor == 0)).tolist()
         direct = out.dtype == torch.float32 and v == self.p.shape[1] and out.is_contiguous()
         for rows in self.pieces(n):
-            if bool(idle[rows].all()):
+            if all(idle[rows]):
                 out[rows] = 0.0
                 continue
             room = out[rows] if direct else self.room[: rows.stop - rows.start]
             torch.mul(self.p[rows], of_p[rows], out=room)
-            if bool(kl[rows].any()):
+            if any(has_kl[rows]):
                 torch.addcmul(room, self.q[rows], of_q[rows], value=-1.0, out=room)
-                self.sharpen(room, hot, known, weights, rows)
-            if bool(idle[rows].any()):
-                room[idle[rows]] = 0.0  # whatever they hold
+                self.sharpen(room, hot[rows], factors[rows], rows)
+            if any(idle[rows]):
+                room[torch.tensor(idle[rows])] = 0.0  # whatever they hold
             if not direct:
                 out[rows] = room[:, :v]
         taken = ((of_floor != 0) & ~known[:, 4].isnan()).nonzero()[:, 0]
@@ -145,16 +150,15 @@ class Block:
         bound = NEAR * sum_p[..., 0] * apart.abs().amax((1, 2))[:, None]
         return (tops[0] - known[:, 0, None]).exp() > bound
 
-    def sharpen(self, gradient: Tensor, hot: Tensor, known: Tensor, weights: float64.Weights, rows: slice) -> None:
+    def sharpen(self, gradient: Tensor, hot: Tensor, factors: Tensor, rows: slice) -> None:
         """Replace `p - q` by `(p + q) tanh(r / 2)` in the chunks of these rows that are `hot`."""
-        row, chunk = hot[rows].nonzero(as_tuple=True)
+        row, chunk = hot.nonzero(as_tuple=True)
         at = row * hot.shape[1] + chunk
         p, q, apart = (x[rows].view(-1, CHUNK).index_select(0, at) for x in (self.p, self.q, self.apart))
-        sum_p, sum_q, kl, floor = (x[rows][row, None] for x in (known[:, 1], known[:, 3], *weights))
-        ratio = apart.nan_to_num_(0.0, math.inf, -math.inf).sub_((sum_p.log() - sum_q.log()).float())
-        p.mul_((1.0 / sum_p).float())
-        both = q.mul_((1.0 / sum_q).float()).add_(p).mul_(ratio.mul_(0.5).tanh_()).mul_(kl.float())
-        gradient.view(-1, CHUNK).index_copy_(0, at, both.add_(p.mul_(floor.float())))
+        of_p, of_q, floor, shift = factors[row, :, None].unbind(1)
+        ratio = apart.nan_to_num_(0.0, math.inf, -math.inf).sub_(shift).mul_(0.5).tanh_()
+        both = (p * of_p).addcmul_(q, of_q).mul_(ratio).addcmul_(p, floor)
+        gradient.view(-1, CHUNK).index_copy_(0, at, both)
 
 
 def largest(values: Tensor, tops: Tensor) -> Tensor:
