@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import mpmath
 import pytest
 import torch
 from test_rows import layouts, needs_compiler, threads
@@ -111,3 +112,26 @@ def test_rows_that_are_not_read_may_hold_anything(dtype: torch.dtype) -> None:
         ]
         assert torch.equal(*gradients)
         assert (gradients[0][[4, 7]] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [*ULP, torch.float64], ids=str)
+@pytest.mark.parametrize("sure", [4.0, 12.0, 20.0, 40.0, 80.0])
+@pytest.mark.parametrize("vocabulary", [2, 3, 700])
+def test_a_sure_student_has_the_digits_of_its_gradient(vocabulary: int, sure: float, dtype: torch.dtype) -> None:
+    """Against 50 digits: sums of p (g - g of the sure entry), each many times smaller than a divergence of 13 nats."""
+    torch.manual_seed(int(sure))
+    student, teacher = torch.randn(1, 1, vocabulary) - sure, torch.randn(1, 1, vocabulary) * 3
+    at = vocabulary * 9 // 10  # beyond the first part of a row
+    student[0, 0, at], teacher[0, 0, at] = 1.0, -10.0
+    student, teacher = student.to(dtype), teacher.to(dtype)
+    loss, gradient = both(student, teacher, torch.ones(1, 1, dtype=torch.bool), "reverse_kl", 0.5)
+    with mpmath.workdps(50):
+        a, b = ([mpmath.exp(x) for x in row.flatten().double().tolist()] for row in (student, teacher))
+        p, q = ([x / mpmath.fsum(side) for x in side] for side in (a, b))
+        ratios = [mpmath.log(x / y) for x, y in zip(p, q, strict=True)]
+        mean = mpmath.fsum(x * r for x, r in zip(p, ratios, strict=True))
+        right = torch.tensor([float(x * (r - mean)) for x, r in zip(p, ratios, strict=True)], dtype=torch.float64)
+    assert float(loss) == pytest.approx(float(mean), rel=1e-6)
+    most = float(right.abs().max())
+    allowed = (ULP.get(dtype) or 1e-12) * most + (2.0**-25 if dtype == torch.float16 else 1e-45)
+    assert float((gradient.flatten().double() - right).abs().max()) <= allowed

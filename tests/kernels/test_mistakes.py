@@ -26,8 +26,8 @@ MISTAKES = {  # name -> file, the expression that stands there once, the mistake
     "p and q exchanged": ("rows.hpp", "wp * exponential(dp) - teacher", "teacher - wp * exponential(dp)"),
     "the log sums exchanged": (
         "divergence.cpp",
-        "cross / of_a.sum - std::log(of_a.sum) + std::log(of_b.sum)",
-        "cross / of_a.sum + std::log(of_a.sum) - std::log(of_b.sum)",
+        "cross / of_a.sum - (there - of_b.maximum) - std::log(of_a.sum) + std::log(of_b.sum)",
+        "cross / of_a.sum - (there - of_b.maximum) + std::log(of_a.sum) - std::log(of_b.sum)",
     ),
     "the mixture's weight": ("divergence.cpp", "(1 - mixture) * p_part + mixture * q_part", "0.5 * (p_part + q_part)"),
     "the mixture's slope": ("divergence.cpp", "scale * (1 - mixture)", "scale * mixture"),

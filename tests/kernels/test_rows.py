@@ -294,3 +294,37 @@ def test_mixed_dtypes_and_float64_are_torch_s(dtype: torch.dtype) -> None:
     data["teacher_logits"] = data["teacher_logits"].double()
     assert _spod_ops.engine(data["student_logits"], data["teacher_logits"]) is None
     holds(data, *spod.success_preserving_loss_and_grad(**data))
+
+
+@DTYPES
+@pytest.mark.parametrize("sure", [6.0, 12.0, 18.0])
+def test_two_sides_that_are_sure_of_one_token_differ_in_the_rest(sure: float, dtype: torch.dtype) -> None:
+    """p and q are 1 but for e^-sure there: what is left of p - q has its digits, of the sure token too.
+
+    The others are exponentials of float32 differences of `sure` and up to 8 nats more; half an ulp of both shows.
+    """
+    data = batch([[2, 1], [3]], 40, dtype, seed=int(sure))
+    for logits_of, more in ((data["student_logits"], 0.0), (data["teacher_logits"], 2.0)):
+        logits_of[:, 7] = logits_of.amax(-1) + sure + more
+    data["success"][:] = False
+    result, gradient = spod.success_preserving_loss_and_grad(**data)
+    _, slope = answer(data)
+    rows = np.abs(slope).max(1, keepdims=True)
+    allowed = (HALF_ULP[dtype] + 2.0**-23 * (sure + 8)) * rows + (2.0**-25 if dtype == torch.float16 else 0.0)
+    assert (np.abs(gradient.double().numpy() - slope) <= allowed).all()
+    assert float(result.loss) > 0
+
+
+@pytest.mark.parametrize("far", [30.0, 300.0, 65504.0])
+@pytest.mark.parametrize("below", [1.3, 4.586, 7.77, 11.1])
+@pytest.mark.parametrize("vocabulary", [2, 300])
+def test_one_entry_that_makes_the_whole_divergence(vocabulary: int, below: float, far: float) -> None:
+    """An entry that the teacher finds unlikely and the student impossible: q times thousands of nats."""
+    data = batch([[1], [1]], vocabulary, torch.float32)
+    data["student_logits"][:, -1] -= far
+    data["teacher_logits"][:] -= torch.tensor([3.3, 0.0])[:, None]
+    data["teacher_logits"][:, -1] = data["teacher_logits"].amax(-1) - below
+    data["success"][:] = False
+    result, _ = spod.success_preserving_loss_and_grad(**data)
+    expected, _ = answer(data)
+    np.testing.assert_allclose(result.kl.double().numpy(), expected.kl, rtol=2.5e-7, atol=1e-7)

@@ -16,8 +16,8 @@ LOGITS = (
         "k3 as a reverse KL: its gradient is the forward one",
         "sdpo/logit_gradient",
         DIVERGENCE,
-        'if options.divergence == "forward_kl":\n        return -log_q.exp()',
-        'if options.divergence in ("forward_kl", "reverse_kl"):\n        return -log_q.exp()',
+        'if options.divergence == "forward_kl":\n        return -q.log.exp()',
+        'if options.divergence in ("forward_kl", "reverse_kl"):\n        return -q.log.exp()',
     ),
     one(
         "mixture-swapped",
@@ -32,8 +32,8 @@ LOGITS = (
         "the JSD's gradient without 1 - alpha",
         "sdpo/logit_gradient",
         DIVERGENCE,
-        "return (1.0 - options.mixture) * p *",
-        "return p *",
+        "return (1.0 - options.mixture) * mass *",
+        "return mass *",
     ),
     one(
         "mean-over-vocabulary",
@@ -140,8 +140,8 @@ LOGITS = (
         "a clamp of the log-ratio kills the gradient (verl #7856)",
         "sdpo/logit_gradient",
         DIVERGENCE,
-        "p * (torch.where(p > 0, log_p - log_q, 0.0) + 1.0)",
-        "p * (torch.where(p > 0, (log_p - log_q).clamp(-2.0, 2.0), 0.0) + 1.0)",
+        "mass * torch.where(mass > 0, ratios - common, 0.0)",
+        "mass * torch.where(mass > 0, (ratios - common).clamp(-2.0, 2.0), 0.0)",
     ),
     one(
         "tail-without-gradient",
@@ -264,8 +264,8 @@ LOGITS = (
         "the +1 of the reverse KL's gradient dropped: the kept do not sum to 1 beside a capped tail",
         "sdpo/logit_gradient",
         DIVERGENCE,
-        "0.0) + 1.0)",
-        "0.0))",
+        "torch.where(p.capped[..., None], -1.0, common)",
+        "torch.where(p.capped[..., None], 0.0, common)",
     ),
     one(
         "sequence-mean-over-length",

@@ -139,21 +139,29 @@ def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
 
 def bucket_slopes(p: Buckets, q: Buckets, options: Options) -> tuple[Tensor, Tensor]:
     """`p_b g_b` of each bucket (n, K), 0 for a capped tail, and their sum (n, 1)."""
-    weighted = _bucket_gradients(p.log, q.log, options)
+    weighted = _bucket_gradients(p, q, options)
     if p.capped is not None:
         weighted = torch.cat([weighted[:, :-1], torch.where(p.capped[:, None], 0.0, weighted[:, -1:])], dim=1)
     return weighted, weighted.sum(-1, keepdim=True)
 
 
-def _bucket_gradients(log_p: Tensor, log_q: Tensor, options: Options) -> Tensor:
-    """`p_b dD/dp_b` of each bucket; 0 where p_b is 0 and the divergence does not read it."""
+def _bucket_gradients(p: Buckets, q: Buckets, options: Options) -> Tensor:
+    """`p_b dD/dp_b` of each bucket; 0 where p_b is 0 and the divergence does not read it.
+
+    A number taken from every slope changes no gradient as long as no bucket is a constant. The reverse KL's own is that
+    of the student's largest bucket: a student who is sure would be left the rounding of a difference of equals.
+    """
     if options.divergence == "forward_kl":
-        return -log_q.exp()
-    p = log_p.exp()
+        return -q.log.exp()
+    mass = p.log.exp()
     if options.divergence == "reverse_kl":
-        return p * (torch.where(p > 0, log_p - log_q, 0.0) + 1.0)
-    mixed = log_mixture(log_p, log_q, options.mixture)
-    return (1.0 - options.mixture) * p * torch.where(p > 0, log_p - mixed, 0.0)
+        ratios = p.log - q.log
+        common = ratios.gather(-1, p.log.argmax(-1, keepdim=True)).detach()
+        if p.capped is not None:
+            common = torch.where(p.capped[..., None], -1.0, common)
+        return mass * torch.where(mass > 0, ratios - common, 0.0)
+    mixed = log_mixture(p.log, q.log, options.mixture)
+    return (1.0 - options.mixture) * mass * torch.where(mass > 0, p.log - mixed, 0.0)
 
 
 def lowest_top_k(logits: Tensor, k: int) -> Tensor:

@@ -3,40 +3,50 @@
 // small difference of large terms whichever way it is written, and these rows are read at memory's pace all the same.
 #include "wide.hpp"
 
+#include <algorithm>
+
 template <class D>
 struct Divergence : WideRows<D> {
     typedef typename D::Storage T;
     using WideRows<D>::x;
     int kind;
     double mixture;  // the teacher's weight a in m = (1 - a) p + a q
-    double* known;   // (N, 6): the divergence, KL(p || m), maximum and log sum of the student, and of the teacher
+    // (N, 6): the divergence; sum p g of the slopes g that the gradient takes; maximum and log sum of the student, and of the
+    // teacher, but of the reverse KL its logit where the student is largest: what a student who is sure of an entry has for
+    // a gradient is the difference of that entry's log-ratio and the mean, and both are counted from it.
+    double* known;
 
     void measure(int64_t i) const {
-        // In KL(a || b), cross = sum exp(a - max a) ((a - max a) - (b - max b)).
+        // In KL(a || b), cross = sum exp(a - max a) ((a - max a) - (b - b where a is largest)).
         bool forward = kind == FORWARD_KL;
         Total of_a, of_b;
-        double cross = 0;
+        double cross = 0, there = 0;
         this->each_part(i, [&](int64_t, int64_t count, const double* p, const double* q, double top_p, double top_q) {
             const double *a = forward ? q : p, *b = forward ? p : q;
             double top_a = forward ? top_q : top_p, top_b = forward ? top_p : top_q;
-            if (of_b.maximum != -INFINITY && top_b > of_b.maximum) cross += of_a.sum * (top_b - of_b.maximum);
             of_b.raise(top_b);
-            if (of_a.maximum != -INFINITY && top_a > of_a.maximum) cross += of_a.sum * (of_a.maximum - top_a);
-            cross *= of_a.raise(top_a);
+            if (top_a > of_a.maximum) {
+                double before = there;
+                there = b[std::find(a, a + count, top_a) - a];
+                if (there == -INFINITY) there = 0;  // and the divergence infinite
+                if (of_a.maximum != -INFINITY) cross += of_a.sum * ((of_a.maximum - top_a) - (before - there));
+                cross *= of_a.raise(top_a);
+            }
             double ca = of_a.maximum == -INFINITY ? 0 : of_a.maximum, cb = of_b.maximum == -INFINITY ? 0 : of_b.maximum;
             Wide sum_a{}, sum_b{}, crossed{};
             for (int64_t j = 0; j < count; j += LANES) {
-                Wide da = wide_at(a + j) - ca, db = wide_at(b + j) - cb, e = exp_wide(da);
-                sum_a += e, sum_b += exp_wide(db);
-                crossed += e > 0.0 ? e * (da - db) : Wide{};
+                Wide da = wide_at(a + j) - ca, vb = wide_at(b + j), e = exp_wide(da);
+                sum_a += e, sum_b += exp_wide(vb - cb);
+                crossed += e > 0.0 ? e * (da - (vb - there)) : Wide{};
             }
             of_a.sum += sum_of(sum_a), of_b.sum += sum_of(sum_b), cross += sum_of(crossed);
         });
         double* k = known + 6 * i;
         (forward ? of_b : of_a).keep(k + 2), (forward ? of_a : of_b).keep(k + 4);
         if (kind == JSD) return against_mixture(i);
-        double kl = cross / of_a.sum - std::log(of_a.sum) + std::log(of_b.sum);
+        double kl = cross / of_a.sum - (there - of_b.maximum) - std::log(of_a.sum) + std::log(of_b.sum);
         k[0] = kl < 0 ? 0 : kl;
+        if (kind == REVERSE_KL) k[1] = cross / of_a.sum, k[4] = there;
     }
 
     void against_mixture(int64_t i) const {
@@ -66,16 +76,17 @@ struct Divergence : WideRows<D> {
             return;
         }
         // Where the teacher excludes what the student may do, KL(p || q) is +inf and has no gradient.
-        double mean = kind == FORWARD_KL ? 0 : kind == REVERSE_KL ? k[0] : k[1];
-        double w = std::isfinite(mean) ? (kind == JSD ? scale * (1 - mixture) : scale) : NAN;
+        double mean = kind == FORWARD_KL ? 0 : k[1];
+        double w = std::isfinite(mean) && (kind != REVERSE_KL || std::isfinite(k[0])) ? (kind == JSD ? scale * (1 - mixture) : scale) : NAN;
         Share of_teacher(kind == JSD ? mixture : 0.5);
         this->each_part(i, [&](int64_t start, int64_t count, const double* p, const double* q, double, double) {
             this->write(out + start, count, [&](int64_t j) -> Wide {
-                Wide lp = wide_at(p + j) - top_p - log_p, lq = wide_at(q + j) - top_q - log_q, mass = exp_wide(lp), slope;
+                Wide dp = wide_at(p + j) - top_p, dq = wide_at(q + j) - top_q, lp = dp - log_p, lq = dq - log_q;
+                Wide mass = exp_wide(lp), slope;
                 if (kind == FORWARD_KL)
                     slope = mass - exp_wide(lq);
                 else if (kind == REVERSE_KL)
-                    slope = mass > 0.0 ? mass * (lp - lq - mean) : Wide{};
+                    slope = mass > 0.0 ? mass * ((dp - dq) - mean) : Wide{};
                 else
                     slope = mass > 0.0 ? mass * (-of_teacher.log_mixed(lq - lp) - mean) : Wide{};
                 return w * slope;

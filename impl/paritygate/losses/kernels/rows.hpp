@@ -137,12 +137,22 @@ static void add_near_block(Pair& row, const typename D::Storage* p, const typena
     row.curve += curve.total();
 }
 
+// exp(x - c), c not less than x. A float32 difference is rounded by half an ulp of itself, which a log-ratio of thousands
+// multiplies: what it lost is found (Knuth's two-sum) and multiplied in. Of half precision it loses nothing that counts.
+template <class D>
+static inline Vec exponential_of_difference(Vec x, Vec c) {
+    if constexpr (sizeof(typename D::Storage) == 2) return exponential(x - c);
+    x = larger(c - 110.f, x);  // -inf would make it NaN
+    Vec d = x - c, back = d - x, lost = (x - (d - back)) - (c + back), y = exponential(d);
+    return y * lost + y;
+}
+
 template <class D, class Sum>
 static void add_block(Pair& row, const typename D::Storage* p, const typename D::Storage* q, int64_t count) {
     Vec cp = splat(row.p.centre()), cq = splat(row.q.centre());
     Sum sp, sq, cross;
-    auto add = [&](Vec dp, Vec dq) {
-        Vec eq = exponential(dq);
+    auto add = [&](Vec x, Vec y) {
+        Vec dp = x - cp, dq = y - cq, eq = exponential_of_difference<D>(y, cq);
         sp.add(exponential(dp));
         sq.add(eq);
         // exp(-745) is the last teacher mass that float64 knows; below it even a student of -inf costs nothing
@@ -154,11 +164,11 @@ static void add_block(Pair& row, const typename D::Storage* p, const typename D:
             ask_ahead(p + j), ask_ahead(q + j);
             for (; j < stop; j += 2 * WIDTH) {
                 Two x = load_two<D>(p + j), y = load_two<D>(q + j);
-                add(x.a - cp, y.a - cq);
-                add(x.b - cp, y.b - cq);
+                add(x.a, y.a);
+                add(x.b, y.b);
             }
         } else {
-            for (; j < count; j += WIDTH) add(load_upto<D>(p + j, count - j) - cp, load_upto<D>(q + j, count - j) - cq);
+            for (; j < count; j += WIDTH) add(load_upto<D>(p + j, count - j), load_upto<D>(q + j, count - j));
         }
         sp.settle(), sq.settle(), cross.settle();
     }
@@ -273,8 +283,14 @@ struct Coefficients {
 
 static inline Vec factor(double x) { return splat(x == x ? (float)x : NAN); }
 
-// w (p - q) from log p - log q where that is small, so that what the two have in common does not cancel; half precision
-// cannot show the difference.
+// Whether w p - w q in float32 has the digits of half precision: where the two sides' largest probabilities differ, so does
+// some entry by as much, and what is lost, an ulp of those, is small beside it. Two sides that are sure of one token do not.
+static inline bool apart_enough(const Pair& row) {
+    double p = 1 / row.p.sum, q = 1 / row.q.sum;
+    return std::fabs(p - q) > (p > q ? p : q) / 256;
+}
+
+// w (p - q) from log p - log q where that is small, so that what the two have in common does not cancel.
 template <class D>
 static void difference_row(const typename D::Storage* p, const typename D::Storage* q, typename D::Storage* out,
                            int64_t V, const Pair& row, double weight) {
@@ -305,7 +321,7 @@ static void gradient_row(const typename D::Storage* p, const typename D::Storage
     if (action < 0 || action >= V) c.action = 0, action = 0;  // not validated: its log-probability is NaN already
     double ep = std::exp(load_one<D>(p + action) - (double)row.p.maximum) / row.p.sum;
     double eq = c.teacher == 0 ? 0 : std::exp(load_one<D>(q + action) - (double)row.q.maximum) / row.q.sum;
-    if (c.student == c.teacher && (row.near || sizeof *out == sizeof(float))) {
+    if (c.student == c.teacher && (sizeof *out == sizeof(float) || row.near || !apart_enough(row))) {
         difference_row<D>(p, q, out, V, row, c.teacher);
         if (c.action != 0) store_one<D>(out + action, c.student * ep - c.teacher * eq - c.action);
         return;

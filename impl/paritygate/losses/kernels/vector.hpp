@@ -60,7 +60,8 @@ static inline Vec exponential(Vec x) {
 #if defined(__AVX512F__)
     x = larger(splat(-110.f), x);
     Vec n = (Vec)_mm512_roundscale_ps((__m512)(x * per_octave), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return (Vec)_mm512_scalef_ps((__m512)exp2_fraction(x * per_octave - n), (__m512)n);
+    Vec fraction = (Vec)_mm512_fmsub_ps((__m512)x, (__m512)splat(per_octave), (__m512)n);  // no rounding before it
+    return (Vec)_mm512_scalef_ps((__m512)exp2_fraction(fraction), (__m512)n);
 #else
     // Adding 1.5 * 2^23 rounds to an integer in the low bits; 127 more, and they are the exponent of 2^n. n = -127, of
     // anything under -87.7, makes that 0, and a NaN is the polynomial's.
