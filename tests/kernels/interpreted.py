@@ -3,7 +3,8 @@
 import pytest
 import torch
 from kernel_batches import batch
-from test_rows import holds
+from test_divergence import sure_student_holds
+from test_rows import holds, sure_sides_hold
 
 from paritygate.losses import _divergence, _spod_ops, sdpo, spod
 from paritygate.losses.kernels import triton_divergence, triton_rows
@@ -174,3 +175,17 @@ def test_divergences_where_a_side_excludes_an_entry() -> None:
             one = torch.ones(1, dtype=torch.float64)
             gradient = triton_divergence.divergence_gradient(student, teacher, read, kind, 0.3, known, one)
             assert bool(torch.isfinite(gradient).all()) is (claim or kind == "forward_kl")
+
+
+@DTYPES
+@pytest.mark.parametrize("sure", [6.0, 12.0, 18.0])
+def test_two_sides_that_are_sure_of_one_token(sure: float, dtype: torch.dtype) -> None:
+    sure_sides_hold(sure, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("sure", [4.0, 20.0, 40.0])
+@pytest.mark.parametrize("vocabulary", [3, 300])
+def test_a_sure_student(vocabulary: int, sure: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_divergence, "engine", lambda *_: triton_divergence)
+    sure_student_holds(vocabulary, sure, dtype)

@@ -47,28 +47,38 @@ def divergence_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(read_ptr + row) != 0:
         nothing, zero = tl.full((), -INF, tl.float64), tl.full((), 0.0, tl.float64)
-        am, bm, sa, sb, cross = nothing, nothing, zero, zero, zero
+        am, bm, sa, sb, cross, there = nothing, nothing, zero, zero, zero, zero
         for start in range(0, V, WIDE):  # of KL(a || b)
             at = start + tl.arange(0, WIDE)
             x, y = _row(p_ptr, row, p_stride, at, V), _row(q_ptr, row, q_stride, at, V)
             a, b = (y, x) if KIND == 0 else (x, y)
             top_a, top_b = tl.maximum(am, tl.max(a, axis=0)), tl.maximum(bm, tl.max(b, axis=0))
-            cross += sa * tl.where(bm == -INF, 0.0, top_b - _finite(bm))
+            if KIND == 1:  # counted from the entry where the student is largest: see divergence.cpp
+                here = tl.max(tl.where(at - start == tl.argmax(a, axis=0), b, -INF), axis=0)
+                found = tl.where(top_a > am, _finite(here), there)
+                cross += sa * tl.where(am == -INF, 0.0, found - there)
+                there = found
+            else:
+                cross += sa * tl.where(bm == -INF, 0.0, top_b - _finite(bm))
+                there = _finite(top_b)
             cross += sa * tl.where(am == -INF, 0.0, _finite(am) - top_a)
             cross *= _shrink(am, top_a)
             sa *= _shrink(am, top_a)
             sb *= _shrink(bm, top_b)
             am, bm = top_a, top_b
-            da, db = a - _finite(am), b - _finite(bm)
+            da = a - _finite(am)
             e = tl.exp(da)
             sa += tl.sum(e, axis=0)
-            sb += tl.sum(tl.exp(db), axis=0)
-            cross += tl.sum(tl.where(e > 0.0, e * (da - db), 0.0), axis=0)
-        value, of_p = cross / sa - tl.log(sa) + tl.log(sb), zero
+            sb += tl.sum(tl.exp(b - _finite(bm)), axis=0)
+            cross += tl.sum(tl.where(e > 0.0, e * (da - (b - there)), 0.0), axis=0)
+        value, of_p = cross / sa - (there - _finite(bm)) - tl.log(sa) + tl.log(sb), cross / sa
         # Never added up: the maximum may be 65504 and the logarithm of the sum near 0, whose digits the gradient needs.
         pm, qm = (bm, am) if KIND == 0 else (am, bm)
         ps, qs = (tl.log(sb), tl.log(sa)) if KIND == 0 else (tl.log(sa), tl.log(sb))
+        if KIND == 1:
+            qm = there
         if KIND == 2:
+            of_p = zero
             w, rest, log_w, log_rest = (
                 tl.load(share_ptr), tl.load(share_ptr + 1), tl.load(share_ptr + 2), tl.load(share_ptr + 3)
             )  # fmt: skip
@@ -105,15 +115,17 @@ def divergence_gradient_kernel(
         tl.store(out, tl.zeros((WIDE,), kind), mask=at < V)
     else:
         known = known_ptr + row * 6
-        lp = _row(p_ptr, row, p_stride, at, V) - tl.load(known + 2) - tl.load(known + 3)
-        lq = _row(q_ptr, row, q_stride, at, V) - tl.load(known + 4) - tl.load(known + 5)
+        dp, dq = (
+            _row(p_ptr, row, p_stride, at, V) - tl.load(known + 2),
+            _row(q_ptr, row, q_stride, at, V) - tl.load(known + 4),
+        )
+        lp, lq = dp - tl.load(known + 3), dq - tl.load(known + 5)
         mass = tl.exp(lp)
         if KIND == 0:
             slope = mass - tl.exp(lq)
         elif KIND == 1:  # where the teacher excludes what the student may do, it is +inf and has no gradient
-            mean = tl.load(known)
-            slope = tl.where(mass > 0.0, mass * (lp - lq - mean), 0.0)
-            slope = tl.where(mean == INF, float("nan"), slope)
+            slope = tl.where(mass > 0.0, mass * ((dp - dq) - tl.load(known + 1)), 0.0)
+            slope = tl.where(tl.load(known) == INF, float("nan"), slope)
         else:
             w, rest, log_w = tl.load(share_ptr), tl.load(share_ptr + 1), tl.load(share_ptr + 2)
             against = -_log_mixed(w, rest, log_w, lq - lp) - tl.load(known + 1)

@@ -154,7 +154,7 @@ def gradient_kernel(
                 dq = y - tl.load(known + 2).to(tl.float32)
                 teacher = (of_q / tl.load(known + 3)).to(tl.float32) * _exp(dq)
                 value -= teacher
-                if (kind == tl.float32) & (of_p == of_q):  # half precision cannot show what cancels
+                if of_p == of_q:  # what the two have in common would cancel
                     ratio = dp - dq - tl.log(tl.load(known + 1) / tl.load(known + 3)).to(tl.float32)
                     value = tl.where(tl.abs(ratio) < 0.5, teacher * _expm1(ratio), value)
         value = tl.where(at == tl.load(a_ptr + row), value - of_action.to(tl.float32), value)
