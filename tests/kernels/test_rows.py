@@ -338,3 +338,16 @@ def test_one_entry_that_makes_the_whole_divergence(vocabulary: int, below: float
     expected, _ = answer(data)
     lost = 2.0**-23 * (below + 2) if rows is torch_rows else 0.0
     np.testing.assert_allclose(result.kl.double().numpy(), expected.kl, rtol=2.5e-7 + lost, atol=1e-7)
+
+
+@pytest.mark.parametrize("huge", [1e8, 3e10, 1e30])
+def test_logits_beside_which_a_nat_is_nothing(huge: float) -> None:
+    """Float32 logits whose ulp is more than the reach of an exponential: what is below the largest has no mass."""
+    data = batch([[1], [2]], 300, torch.float32)
+    data["teacher_logits"][:, 5] = data["student_logits"][:, 5] = huge
+    data["teacher_logits"][1, 6] = huge
+    data["success"][:] = False
+    result, gradient = spod.success_preserving_loss_and_grad(**data)
+    expected, slope = answer(data)
+    np.testing.assert_allclose(result.kl.double().numpy(), expected.kl, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(gradient.double().numpy(), slope, rtol=1e-6, atol=1e-7)

@@ -142,9 +142,8 @@ static void add_near_block(Pair& row, const typename D::Storage* p, const typena
 template <class D>
 static inline Vec exponential_of_difference(Vec x, Vec c) {
     if constexpr (sizeof(typename D::Storage) == 2) return exponential(x - c);
-    x = larger(c - 110.f, x);  // -inf would make it NaN
     Vec d = x - c, back = d - x, lost = (x - (d - back)) - (c + back), y = exponential(d);
-    return y * lost + y;
+    return d > -110.f ? y * lost + y : y;  // of -inf what was lost is NaN
 }
 
 template <class D, class Sum>
