@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("svg")
+matplotlib.use("agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sweep", required=True, help="JSON of loss.py --sweep")
     parser.add_argument("--fused", required=True, help="JSON of fused.py")
-    parser.add_argument("--out", default=str(Path(__file__).resolve().parents[1] / "design" / "081-cost.svg"))
+    parser.add_argument("--out", default=str(Path(__file__).resolve().parents[1] / "design" / "081-cost.png"))
     options = parser.parse_args()
     sweep, fused = (json.loads(Path(path).read_text()) for path in (options.sweep, options.fused))
     dtype, points = next(iter(sweep["sweep"].items()))
@@ -62,8 +62,7 @@ def main() -> None:
         plot.legend(fontsize=8)
     figure.suptitle(f"SPOD, forward and backward, {dtype.removeprefix('torch.')}, {sweep['machine']}")
     figure.tight_layout()
-    plt.rcParams["svg.hashsalt"] = "paritygate"
-    figure.savefig(options.out, metadata={"Date": None})
+    figure.savefig(options.out, dpi=72)
     print(f"written to {options.out}")
 
 
