@@ -26,11 +26,11 @@ bootstrap.read_sources_only(ROOT / "impl", ROOT / "reference", ROOT / "tests")
 CACHE_DIR = rewrite.get_cache_dir
 # ... nor of our test files, which pytest rewrites and caches by itself.
 rewrite.get_cache_dir = lambda path: Path(os.devnull) if path.is_relative_to(ROOT / "tests") else CACHE_DIR(path)
-import ledger  # noqa: E402
 from paritygate.errors import Refused  # noqa: E402
 from paritygate.receipts import parity  # noqa: E402
 from paritygate.receipts.obligations import device_class, load_losses, required, shortfalls  # noqa: E402
 from paritygate.receipts.subjects import difference, subjects  # noqa: E402
+from tests import ledger  # noqa: E402
 
 sys.pycache_prefix = PREFIX
 

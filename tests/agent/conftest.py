@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from players import TOOLS
 
 from paritygate.agent import prompt, renderer
 from paritygate.agent.vocabulary import offline
 from paritygate.server import Running, start
 from paritygate.server.models import resolve
+from tests.agent.fakes import TOOLS
 
 
 @pytest.fixture(scope="session")

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import proven
 import pytest
-from scripted_service import JUDGE, POLICY, ScriptedService
-from small import ROOT, write_spec
 
 from paritygate import experiment
 from paritygate.agent import renderer
 from paritygate.agent.vocabulary import offline
 from paritygate.server import Running, start
 from paritygate.spec import Experiment, load
+from tests.experiment import stub_guard
+from tests.experiment.scripted_service import JUDGE, POLICY, ScriptedService
+from tests.experiment.tiny_spec import ROOT, write_spec
 
 Run = Callable[..., Any]
 
@@ -21,7 +21,7 @@ Run = Callable[..., Any]
 @pytest.fixture
 def guard_passes(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The guard answers with a stand-in receipt; it has tests of its own."""
-    proven.install(tmp_path_factory.mktemp("receipts"), monkeypatch)
+    stub_guard.install(tmp_path_factory.mktemp("receipts"), monkeypatch)
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from golden_numbers import EXACT, both, golden, inputs, log_softmax, options_of
 
 import paritygate_reference.sdpo as reference
 from paritygate.losses import sdpo
+from tests.golden.golden_numbers import EXACT, both, golden, inputs, log_softmax, options_of
 
 RESULTS: dict[str, Any] = golden("edge_cases")["results"]
 FULL = ("full_fkl", "full_jsd", "full_rkl")

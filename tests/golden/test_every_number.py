@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_edge_cases as edge
-import test_other_projects as others
-import test_sdpo_official as official
-import test_tinker as tinker
-import test_trl as trl
-from golden_numbers import golden
+
+from tests.golden import test_edge_cases as edge
+from tests.golden import test_other_projects as others
+from tests.golden import test_sdpo_official as official
+from tests.golden import test_tinker as tinker
+from tests.golden import test_trl as trl
+from tests.golden.golden_numbers import golden
 
 FILES = sorted(path.stem for path in (Path(__file__).parent / "data").glob("*.json"))
 

@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from golden_numbers import EXACT, golden, inputs, log_softmax, sampled_gradient
 
 from paritygate.losses import sdpo
 from paritygate_reference import policy_gradient as policy_gradient_reference
 from paritygate_reference import sdpo as sdpo_reference
+from tests.golden.golden_numbers import EXACT, golden, inputs, log_softmax, sampled_gradient
 
 RESULTS = golden("other_impls")["results"]
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden_numbers import EXACT, both, divergence_of, golden, inputs, sampled_gradient
 
 import paritygate_reference.sdpo as reference
 from paritygate.losses import sdpo
+from tests.golden.golden_numbers import EXACT, both, divergence_of, golden, inputs, sampled_gradient
 
 CASES = {case["name"]: case for case in golden("sdpo_losses_official")["cases"]}
 LOGIT = [name for name, case in CASES.items() if case["params"]["full_logit_distillation"]]

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from golden_numbers import golden
 
 from paritygate.backend import policy_gradient_datum
 from paritygate.losses import grpo, policy_gradient, sdpo
 from paritygate_reference import grpo as grpo_reference
 from paritygate_reference import policy_gradient as policy_gradient_reference
 from paritygate_reference import sdpo as sdpo_reference
+from tests.golden.golden_numbers import golden
 
 FLOAT32 = {"rtol": 0, "atol": 3e-7}  # the cookbook computes in float32
 

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from golden_numbers import EXACT, both, divergence_of, golden, inputs, options_of, sampled_gradient
 
 import paritygate_reference.sdpo as reference
+from tests.golden.golden_numbers import EXACT, both, divergence_of, golden, inputs, options_of, sampled_gradient
 
 CASES = {case["name"]: case for case in golden("sdpo_losses_trl")["cases"]}
 LOGIT = [name for name, case in CASES.items() if case["params"]["distillation_mode"] != "sampled_token"]

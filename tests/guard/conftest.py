@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from small_tree import Tree, build
+
+from tests.guard.small_tree import Tree, build
 
 
 @pytest.fixture(scope="session")

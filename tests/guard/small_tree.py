@@ -49,7 +49,7 @@ PARITY = '''"""The toy loss against its definition."""
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger import compare
+from tests.ledger import compare
 from paritygate_reference import NAME as reference
 
 NUMBERS = st.lists(st.floats(-8, 8), min_size=1, max_size=8)

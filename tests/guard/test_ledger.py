@@ -7,9 +7,9 @@ import pytest
 import torch
 from mpmath import mpf
 
-from ledger import Ledger
 from paritygate.errors import Refused
 from paritygate.receipts.obligations import required, shortfalls
+from tests.ledger import Ledger
 
 ROWS = [
     {"dtype": "float32", "device": "any", "regime": "ordinary", "rtol": 0.1, "atol": 0.01},

@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
-from run_directory import build_run, recount
-from small_tree import ROOT, Tree
-from test_kinds_files import fake_torch
-from test_kinds_sessions import plugin, poison
 
-from counts import SOAK
 from paritygate.receipts.parity import read_parity_receipt, statement_of, write_parity_receipt
 from paritygate.receipts.subjects import subjects
 from paritygate.spec import load
+from tests.counts import SOAK
+from tests.guard.run_directory import build_run, recount
+from tests.guard.small_tree import ROOT, Tree
+from tests.guard.test_changed_files import fake_torch
+from tests.guard.test_false_sessions import plugin, poison
 
 full = pytest.mark.skipif(not SOAK, reason="needs a whole parity session: make soak")
 VERIFY = ("impl/verify.py", "--parity")

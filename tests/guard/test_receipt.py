@@ -13,12 +13,12 @@ from google.protobuf import json_format
 from in_toto_attestation.predicates.test_result.v0 import test_result_pb2
 from in_toto_attestation.v1.resource_descriptor import ResourceDescriptor
 from in_toto_attestation.v1.statement import Statement
-from small_tree import ROOT, Tree
 
-from counts import soak
 from paritygate.errors import Refused
 from paritygate.receipts import canonical, read_parity_receipt, require_parity, write_parity_receipt
 from paritygate.receipts.subjects import subjects
+from tests.counts import soak
+from tests.guard.small_tree import ROOT, Tree
 
 
 def validate_statement(statement: dict) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from google.protobuf import json_format
 from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
-from run_directory import LOSSES, build_run, new_chain, recount
-from small_tree import Tree
-from test_receipt import validate_statement
 
-from counts import soak
 from paritygate.errors import Refused
 from paritygate.experiment.replay import verdict
 from paritygate.receipts import PhaseChain, canonical, require_parity, verify_run, write_atomic
+from tests.counts import soak
+from tests.guard.run_directory import LOSSES, build_run, new_chain, recount
+from tests.guard.small_tree import Tree
+from tests.guard.test_receipt import validate_statement
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,8 @@
 import os
 from pathlib import Path
 
-from small_tree import Tree
-
 from paritygate.receipts.parity import read_parity_receipt
+from tests.guard.small_tree import Tree
 
 FAKE_TORCH = """
 class cuda:

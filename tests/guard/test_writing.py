@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tree import ROOT, Tree
 
-from counts import soak
 from paritygate.errors import Refused
 from paritygate.receipts import (
     PhaseChain,
@@ -25,6 +23,8 @@ from paritygate.receipts import (
     write_atomic,
 )
 from paritygate.receipts.parity import write_parity_receipt
+from tests.counts import soak
+from tests.guard.small_tree import ROOT, Tree
 
 
 class Killed(BaseException):

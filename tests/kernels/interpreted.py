@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from kernel_batches import batch
-from test_divergence import sure_student_holds
-from test_rows import holds, sure_sides_hold
 
 from paritygate.losses import _divergence, _spod_ops, sdpo, spod
 from paritygate.losses.kernels import triton_divergence, triton_rows
+from tests.kernels.kernel_batches import batch
+from tests.kernels.test_divergence import sure_student_holds
+from tests.kernels.test_rows import holds, sure_sides_hold
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # both sides of a `where` are computed
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # bfloat16 stores truncate there

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_batches import batch
-from test_rows import HALF_ULP, RAGGED, holds
 from torch import Tensor
 
-from counts import SOAK
 from paritygate.losses import _spod_ops, sdpo, spod
+from tests.counts import SOAK
+from tests.kernels.kernel_batches import batch
+from tests.kernels.test_rows import HALF_ULP, RAGGED, holds
 
 DTYPES = pytest.mark.parametrize("dtype", HALF_ULP, ids=str)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_batches import answer, batch
-from test_rows import holds
 
 from paritygate import bootstrap
 from paritygate.losses import spod
 from paritygate.losses.kernels import compiled, cpu
+from tests.kernels.kernel_batches import answer, batch
+from tests.kernels.test_rows import holds
 
 FOLDER = Path(compiled.__file__).parent
 NARROW = {"x86-64-v3": 8, "x86-64": 4} if platform.machine() in ("x86_64", "AMD64") else {}

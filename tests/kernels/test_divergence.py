@@ -6,11 +6,11 @@ from typing import Any
 import mpmath
 import pytest
 import torch
-from test_rows import layouts, needs_compiler, threads
 from torch import Tensor
 
 from paritygate.losses import sdpo
 from paritygate.losses.kernels import cpu
+from tests.kernels.test_rows import layouts, needs_compiler, threads
 
 pytestmark = needs_compiler
 ULP = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 5e-4}

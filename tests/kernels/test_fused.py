@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_batches import batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paritygate.losses import _spod_fused, _spod_ops, _spod_rows, spod
+from tests.kernels.kernel_batches import batch
 
 VOCABULARY, WIDTH, TEACHER_WIDTH = 301, 24, 40
 EPISODES = [[1, 3, 2], [40], [5, 1], [2, 2], [9, 20, 1]]

@@ -6,14 +6,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from kernel_batches import batch
-from test_compiled import sources
-from test_divergence import both, logits
-from test_rows import holds, needs_compiler
 
 from paritygate.losses import spod
 from paritygate.losses.kernels import compiled, cpu
 from paritygate_reference import sdpo as reference
+from tests.kernels.kernel_batches import batch
+from tests.kernels.test_compiled import sources
+from tests.kernels.test_divergence import both, logits
+from tests.kernels.test_rows import holds, needs_compiler
 
 pytestmark = needs_compiler
 MISTAKES = {  # name -> file, the expression that stands there once, the mistaken one

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_batches import answer, batch
 from torch import Tensor
 
 from paritygate.losses import _spod_ops, spod
 from paritygate.losses.kernels import compiled, cpu, torch_rows
+from tests.kernels.kernel_batches import answer, batch
 
 HALF_ULP = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 5e-4}
 DTYPES = pytest.mark.parametrize("dtype", HALF_ULP, ids=str)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from counts import SOAK
 from paritygate.losses.kernels import cpu
+from tests.counts import SOAK
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 SOURCE = Path(cpu.__file__).with_name("triton_rows.py")

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_divergence import DTYPES, KINDS, ULP, both, logits
-from test_rows import layouts, needs_compiler, threads
 from torch import Tensor
 
 from paritygate.losses import _divergence, sdpo
 from paritygate.losses.kernels import cpu
 from paritygate_reference import sdpo as reference
+from tests.kernels.test_divergence import DTYPES, KINDS, ULP, both, logits
+from tests.kernels.test_rows import layouts, needs_compiler, threads
 
 pytestmark = needs_compiler
 TAILS = pytest.mark.parametrize("tail", [True, False])

@@ -1,9 +1,9 @@
 """Known mistakes as small, named edits, each with the obligation that has to go red; and edits that change nothing."""
 
-from catalogue_logit import LOGITS
-from catalogue_sdpo import ADVANTAGES
-from catalogue_spod import SPOD
-from mutant import DIVERGENCE, LEVELS, one
+from tests.mutants.catalogue_logit import LOGITS
+from tests.mutants.catalogue_sdpo import ADVANTAGES
+from tests.mutants.catalogue_spod import SPOD
+from tests.mutants.mutant import DIVERGENCE, LEVELS, one
 
 AVERAGES = (
     one(

@@ -1,6 +1,6 @@
 """The catalogue's mistakes in SDPO at logit level: divergences, truncation, aggregation, a service's weights."""
 
-from mutant import DIVERGENCE, LOGIT, Mutant, one
+from tests.mutants.mutant import DIVERGENCE, LOGIT, Mutant, one
 
 LOGITS = (
     one(

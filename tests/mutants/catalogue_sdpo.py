@@ -1,6 +1,6 @@
 """The catalogue's mistakes in SDPO's advantages, teachers and siblings."""
 
-from mutant import one
+from tests.mutants.mutant import one
 
 ADVANTAGES = (
     one(

@@ -1,6 +1,6 @@
 """The catalogue's mistakes in SPOD: gate, floor, averages, forms."""
 
-from mutant import LEVELS, ROWS, Edit, Mutant, one
+from tests.mutants.mutant import LEVELS, ROWS, Edit, Mutant, one
 
 KL_KEPT: tuple[Edit, ...] = (
     (

@@ -28,11 +28,11 @@ class Mistake(NamedTuple):
     test: str
 
 
-TOKENS = "tests/agent/test_agent_tokens.py::test_the_parts_of_a_trajectory_are_the_tokens_that_the_model_saw"
-ALIGNED = "tests/agent/test_agent_teacher.py::test_every_combination_is_aligned_token_by_token"
-WIRE = "tests/agent/test_agent_wire.py::test_the_policy_is_sampled_from_its_whole_distribution"
-SHIFT = "tests/backend/test_backend_data.py::test_a_policy_gradient_datum_sends_each_number_with_its_own_token"
-ONE_PATH = "tests/agent/test_agent_one_path.py::test_sampling_scoring_and_evaluation_see_one_rendering"
+TOKENS = "tests/agent/test_tokens.py::test_the_parts_of_a_trajectory_are_the_tokens_that_the_model_saw"
+ALIGNED = "tests/agent/test_teacher.py::test_every_combination_is_aligned_token_by_token"
+WIRE = "tests/agent/test_wire.py::test_the_policy_is_sampled_from_its_whole_distribution"
+SHIFT = "tests/backend/test_data.py::test_a_policy_gradient_datum_sends_each_number_with_its_own_token"
+ONE_PATH = "tests/agent/test_one_path.py::test_sampling_scoring_and_evaluation_see_one_rendering"
 
 MISTAKES = (
     Mistake(
@@ -59,7 +59,7 @@ MISTAKES = (
         "agent/rollout.py",
         "enumerate(turn.calls)",
         "enumerate(turn.calls[:1])",
-        "tests/agent/test_agent_rollout.py::test_several_calls_of_one_turn_run_in_order_and_text_before_them_is_kept",
+        "tests/agent/test_rollout.py::test_several_calls_of_one_turn_run_in_order_and_text_before_them_is_kept",
     ),
     Mistake(
         "malformed-call-raises",
@@ -67,7 +67,7 @@ MISTAKES = (
         "agent/turns.py",
         'return Call(name, parsed.raw, f"Error: the tool call was not run, since {reason}.")',
         "raise ValueError(reason)",
-        "tests/agent/test_agent_rollout.py::test_a_malformed_call_gets_an_error_for_a_result_and_the_others_run",
+        "tests/agent/test_rollout.py::test_a_malformed_call_gets_an_error_for_a_result_and_the_others_run",
     ),
     Mistake(
         "thinking-leaks",
@@ -75,7 +75,7 @@ MISTAKES = (
         "agent/turns.py",
         "visible(parsed.content)",
         "parsed.content",
-        "tests/agent/test_agent_rollout.py::test_thinking_never_reaches_the_user_and_its_calls_do_not_run",
+        "tests/agent/test_rollout.py::test_thinking_never_reaches_the_user_and_its_calls_do_not_run",
     ),
     Mistake(
         "stop-in-reasoning",
@@ -83,7 +83,7 @@ MISTAKES = (
         "agent/user.py",
         "if STOP not in said:",
         "if STOP not in text:",
-        "tests/agent/test_agent_users.py::test_what_a_reply_says_and_whether_it_stops",
+        "tests/agent/test_users.py::test_what_a_reply_says_and_whether_it_stops",
     ),
     Mistake(
         "top-p",
@@ -115,7 +115,7 @@ MISTAKES = (
         "agent/teacher.py",
         "    if own == other:",
         "    if False:",
-        "tests/agent/test_agent_teacher.py::test_the_trajectory_is_never_its_own_solution_nor_another_tasks",
+        "tests/agent/test_teacher.py::test_the_trajectory_is_never_its_own_solution_nor_another_tasks",
     ),
     Mistake(
         "another-renderer-in-evaluation",
@@ -141,7 +141,7 @@ MISTAKES = (
         "agent/step.py",
         "trajectory = await play(task, rollout)",
         "trajectory = await play(tasks[rollout % len(tasks)], rollout)",
-        "tests/agent/test_agent_step.py::test_the_order_of_completion_never_shows",
+        "tests/agent/test_step.py::test_the_order_of_completion_never_shows",
     ),
     Mistake(
         "mean-over-the-step",
@@ -149,7 +149,7 @@ MISTAKES = (
         "experiment/batch.py",
         "    for group in groups:\n        scores",
         "    for group in [Group(-1, tuple(flat(groups)))]:\n        scores",
-        "tests/agent/test_agent_one_path.py::test_rewards_are_centred_within_each_group",
+        "tests/agent/test_one_path.py::test_rewards_are_centred_within_each_group",
     ),
     Mistake(
         "last-batch-again",
@@ -157,7 +157,7 @@ MISTAKES = (
         "experiment/lane.py",
         "        return cls(state, lane, trainer, initial, steps)",
         "        return cls(state, lane, trainer, initial, steps[:-1])",
-        "tests/experiment/test_experiment_resume.py::test_no_optimiser_step_is_applied_twice",
+        "tests/experiment/test_resume.py::test_no_optimiser_step_is_applied_twice",
     ),
     Mistake(
         "none-is-zero",
@@ -165,7 +165,7 @@ MISTAKES = (
         "experiment/advantages.py",
         'float("nan") if value is None else value',
         "0.0 if value is None else value",
-        "tests/agent/test_agent_one_path.py::test_a_token_without_a_logprob_is_refused_and_not_read_as_certain",
+        "tests/agent/test_one_path.py::test_a_token_without_a_logprob_is_refused_and_not_read_as_certain",
     ),
     Mistake(
         "shifted-by-one",
@@ -189,7 +189,7 @@ MISTAKES = (
         "experiment/metrics.py",
         "abs(row[t - 1] - _number(rollout.trajectory.sampler_logprobs[t]))",
         "abs(row[t - 1] - row[t - 1])",
-        "tests/agent/test_agent_one_path.py::test_sampled_against_recomputed_logprobs_is_a_metric",
+        "tests/agent/test_one_path.py::test_sampled_against_recomputed_logprobs_is_a_metric",
     ),
     Mistake(
         "server-divides",
@@ -197,7 +197,7 @@ MISTAKES = (
         "server/losses.py",
         'return -(torch.exp(logprobs - datum.of("logprobs")) * datum.of("advantages")).sum()',
         'return -(torch.exp(logprobs - datum.of("logprobs")) * datum.of("advantages")).mean()',
-        "tests/server/test_server_losses.py::test_value_and_gradient",
+        "tests/server/test_losses.py::test_value_and_gradient",
     ),
     Mistake(
         "end-token-left-out",

@@ -21,17 +21,16 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]
-for root in ("impl", "reference", "tests", "tests/parity", "tests/mutants"):
-    sys.path.insert(0, str(ROOT / root))
+sys.path[:0] = [str(ROOT / "impl"), str(ROOT / "reference"), str(ROOT)]
 
 import hypothesis  # noqa: E402
 import torch  # noqa: E402, F401 - once, before the processes part
-from catalogue import HARMLESS, MUTANTS  # noqa: E402
-from mutant import Mutant  # noqa: E402
 
-import ledger  # noqa: E402
 import paritygate  # noqa: E402
 from paritygate.receipts.obligations import load_losses  # noqa: E402
+from tests import ledger  # noqa: E402
+from tests.mutants.catalogue import HARMLESS, MUTANTS  # noqa: E402
+from tests.mutants.mutant import Mutant  # noqa: E402
 
 TEST_FILES = ("averaging", "grpo", "policy_gradient", "sdpo", "spod")
 
@@ -80,7 +79,7 @@ def cases(function: Callable[..., None]) -> Iterator[dict[str, Any]]:
 def tests_of(obligations: Sequence[str]) -> Iterator[tuple[Callable[..., None], frozenset[str]]]:
     """Parity tests that carry any of the obligations, with all that they carry."""
     for file in TEST_FILES:
-        module = importlib.import_module(f"test_{file}")
+        module = importlib.import_module(f"tests.parity.test_{file}")
         for name, function in vars(module).items():
             carried = {x for m in getattr(function, "pytestmark", []) if m.name == "obligation" for x in m.args}
             if name.startswith("test_") and carried & set(obligations):

@@ -29,22 +29,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from run import ROOT, cases, hypothesis, ledger, load_losses, paritygate
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import pytest
+import transformers  # noqa: F401 - once, before the processes part
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator, operator_names
 
-for root in ("tests/properties", "tests/kernels"):
-    sys.path.insert(0, str(ROOT / root))
-
-import pytest  # noqa: E402
-import transformers  # noqa: E402, F401 - once, before the processes part
-from cosmic_ray.ast import ast_nodes, get_ast  # noqa: E402
-from cosmic_ray.mutating import mutate_code  # noqa: E402
-from cosmic_ray.plugins import get_operator, operator_names  # noqa: E402
+from tests.mutants.run import ROOT, cases, hypothesis, ledger, load_losses, paritygate
 
 LOSSES = ROOT / "impl/paritygate/losses"
 TESTS = (
-    *("bad_input", "contract", "numerics", "derivatives", "invariances", "forms"),
-    *("averaging", "grpo", "policy_gradient", "sdpo", "spod"),
-    *("rows", "divergence", "fused", "truncated"),
+    *(
+        f"tests.properties.test_{name}"
+        for name in ("bad_input", "contract", "numerics", "derivatives", "invariances", "forms")
+    ),
+    *(f"tests.parity.test_{name}" for name in ("averaging", "grpo", "policy_gradient", "sdpo", "spod")),
+    *(f"tests.kernels.test_{name}" for name in ("rows", "divergence", "fused", "truncated")),
 )
 MEMORY = 16 << 30  # bytes of address space: a mutant may ask for anything
 
@@ -157,7 +158,7 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, Test]]:
 
 def every_test(fixtures: Any) -> Iterator[tuple[str, Test]]:
     """The tests of TESTS that need no other fixture and no GPU."""
-    for module in (importlib.import_module(f"test_{name}") for name in TESTS):
+    for module in (importlib.import_module(name) for name in TESTS):
         for name, function in vars(module).items():
             marks = getattr(function, "pytestmark", [])
             if not name.startswith("test_") or any(mark.name == "gpu" for mark in marks):

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.catalogue import HARMLESS, MUTANTS, QUICK
+from tests.mutants.elsewhere import MISTAKES
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-from catalogue import HARMLESS, MUTANTS, QUICK  # noqa: E402
-from elsewhere import MISTAKES  # noqa: E402
-
 LOSSES = HERE.parents[1] / "impl/paritygate/losses"
 
 

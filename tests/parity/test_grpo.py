@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpmath import mp
 
-import oracle
-from cases import rounded
-from ledger import compare
 from paritygate_reference import grpo as reference
+from tests import oracle
+from tests.cases import rounded
+from tests.ledger import compare
 
 
 @st.composite

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import oracle
-from cases import DTYPES, REGIMES, LogitCase, logit_cases, logprob_rows, rounded, tensor
-from ledger import compare
 from paritygate_reference import sdpo as reference
-from served import served, server_gradients, wanted_gradients
+from tests import oracle
+from tests.cases import DTYPES, REGIMES, LogitCase, logit_cases, logprob_rows, rounded, tensor
+from tests.ledger import compare
+from tests.served import served, server_gradients, wanted_gradients
 
 
 def as_rows(*arrays: np.ndarray) -> list[tuple[np.ndarray, ...]]:

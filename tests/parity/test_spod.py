@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-import oracle
-from cases import DTYPES, REGIMES, SpodCase, log_softmax, settled, spod_cases, tensor
-from ledger import compare
 from paritygate_reference import sdpo as sdpo_reference
 from paritygate_reference import spod as reference
+from tests import oracle
+from tests.cases import DTYPES, REGIMES, SpodCase, log_softmax, settled, spod_cases, tensor
+from tests.ledger import compare
 
 PARTS = ("student_logprob", "teacher_logprob", "kl", "floor")
 

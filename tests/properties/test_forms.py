@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-import oracle
 from paritygate.losses import _distributions, _spod_fused, _spod_ops, grpo, policy_gradient, sdpo, spod
 from paritygate_reference import sdpo as reference
 from paritygate_reference import spod as spod_reference
+from tests import oracle
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

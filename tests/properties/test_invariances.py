@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import LogitCase, SpodCase, logit_cases, spod_cases
-from counts import soak
 from paritygate.losses import averaging, policy_gradient, sdpo, spod
+from tests.cases import LogitCase, SpodCase, logit_cases, spod_cases
+from tests.counts import soak
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 FINITE = ("ordinary", "near_equal")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from counts import soak
 from paritygate.retail import arithmetic
+from tests.counts import soak
 
 PIECES = ["1", "2", "3", "0", "10", "2.5", ".5", "1.", "00", "00.5", "012", "7", "+", "-", "*", "/", "//", "**"]
 PIECES += ["(", ")", "(", ")", " ", "()", "."]

@@ -4,13 +4,13 @@ import random
 from hashlib import sha256
 from typing import Any
 
-from calls import random_call, some_orders
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counts import soak
 from paritygate import retail
 from paritygate.retail.database import Base, Database, canonical_text
+from tests.counts import soak
+from tests.retail.calls import random_call, some_orders
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

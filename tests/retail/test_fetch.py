@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from upstream_layout import RETAIL, git, write_repository
 
 from paritygate import retail
 from paritygate.retail import fetch, layout, source
+from tests.retail.upstream_layout import RETAIL, git, write_repository
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: dict[str, Any] = {

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from calls import random_call, some_orders
 
-from counts import soak
 from paritygate import retail
 from paritygate.retail.database import Database
 from paritygate.retail.tools import TOOLS, WRITES
+from tests.counts import soak
+from tests.retail.calls import random_call, some_orders
 
 
 @pytest.fixture

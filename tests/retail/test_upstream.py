@@ -5,11 +5,11 @@ import random
 import sys
 
 import pytest
-from calls import random_call, some_orders
 
-from counts import soak
 from paritygate import retail
 from paritygate.retail import upstream
+from tests.counts import soak
+from tests.retail.calls import random_call, some_orders
 
 INSTALLED = importlib.util.find_spec("tau_bench") is not None
 live = [

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import refusal
 
 from paritygate.spec import SpecError, load
 from paritygate.spec.schema import spec_folder
+from tests.spec.refusals import refusal
 
 FULL = json.loads((spec_folder() / "sdpo.json").read_text("utf-8"))
 LOCAL = json.loads((spec_folder() / "sdpo-local.json").read_text("utf-8"))

@@ -6,12 +6,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from refusals import refusal
-
-from counts import soak
 from paritygate.receipts import canonical
 from paritygate.spec import Experiment, load
 from paritygate.spec.schema import load_schema, spec_folder
+from tests.counts import soak
+from tests.spec.refusals import refusal
 
 SPECS = soak(quick=300, full=10_000)
 REAL = [

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from counts import soak
 from paritygate.spec import Criterion, DecisionRule
 from paritygate.statistics import betting_bounds, decide, design_check, half_width
+from tests.counts import soak
 
 EXPERIMENTS = soak(quick=2_000, full=20_000)
 ALPHA = 0.05

@@ -4,10 +4,10 @@ import json
 import random
 
 import pytest
-from test_simulation import ARMS, RULE
 
 from paritygate.errors import BadInputError
 from paritygate.statistics import Verdict, betting_interval, decide, decide_frozen
+from tests.statistics.test_simulation import ARMS, RULE
 
 TASKS = range(60)
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from counts import soak
 from paritygate.spec import Synthetic
 from paritygate.synthetic import training
 from paritygate.synthetic.environment import OBSERVATIONS, Environment
 from paritygate.synthetic.model import CausalGru
+from tests.counts import soak
 
 Bit = Callable[["Judged"], bool]
 

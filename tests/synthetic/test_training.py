@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import paritygate_reference.spod as reference
-from counts import soak
 from paritygate.errors import GateStopped
 from paritygate.spec import Synthetic
 from paritygate.synthetic import training
 from paritygate.synthetic.environment import END
+from tests.counts import soak
 
 
 def as_reference(batch: training.Batch) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from counts import soak
 from paritygate.server import models
 from paritygate.server.attention import PlainAttention
 from paritygate.server.engine import Engine
@@ -21,6 +20,7 @@ from paritygate.server.products import available
 from paritygate.server.sampling import SamplingParams
 from paritygate.server.scoring import Scoring
 from paritygate.server.training import AdamParams, Datum, Packing, Pass, adam_step
+from tests.counts import soak
 
 
 def plain_model(network: Any, dtype: torch.dtype = torch.float64) -> Any:

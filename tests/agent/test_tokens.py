@@ -5,12 +5,12 @@ import json
 import random
 
 import pytest
-from players import TOOLS, Script, Store, Talker, phrase
 
-from counts import soak
 from paritygate.agent import Limits, Trajectory, run_episode
 from paritygate.agent.prompt import Context
 from paritygate.agent.renderer import Renderer
+from tests.agent.fakes import TOOLS, Script, Store, Talker, phrase
+from tests.counts import soak
 
 NAMES = ("chatml", "qwen3.5", "qwen3", "qwen3-thinking")
 

@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
-from players import TOOLS, Script, Store, Task, in_order
 
 from paritygate import retail
 from paritygate.agent import Limits, run_episode
 from paritygate.agent.prompt import full
 from paritygate.agent.user import ModelUser, ScriptedUser, SimulatorFault, asks_to_confirm, opening, read_reply
 from paritygate.backend import BackendError, ServiceDown
+from tests.agent.fakes import TOOLS, Script, Store, Task, in_order
 
 PROMPT = "Play this customer:\n{instruction}"
 

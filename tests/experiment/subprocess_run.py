@@ -1,25 +1,24 @@
-"""A run in a process of its own, to be killed: drive.py SPEC OUTPUT TAU_BENCH [--resume]; the guard stood in for."""
+"""A run in a process of its own, to be killed: SPEC OUTPUT TAU_BENCH [--resume]; with a stub for the guard."""
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "impl"), str(ROOT / "tests" / "experiment")]
+sys.path[:0] = [str(ROOT / "impl"), str(ROOT)]
 
 
 def main() -> int:
     """The exit code of run.py."""
-    import proven
-
     from paritygate import experiment, report
     from paritygate.errors import ParityGateError
     from paritygate.experiment import correctness
     from paritygate.spec import load
+    from tests.experiment import stub_guard
 
     async def none(_: object) -> list[object]:
         return []
 
-    proven.install()
+    stub_guard.install()
     correctness.model_comparisons = none
     report.write = lambda directory: (Path(directory) / "report.html").write_text("page")
     spec, output, data = sys.argv[1:4]

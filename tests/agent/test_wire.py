@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 import tinker
-from players import TOOLS, Store, Talker
 
 from paritygate.agent import Limits, run_episode
 from paritygate.agent.prompt import full
 from paritygate.backend.guard import Guard
 from paritygate.backend.sampler import Sampler
+from tests.agent.fakes import TOOLS, Store, Talker
 
 
 class Client:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from counts import soak
 from paritygate.agent import collect_step
 from paritygate.agent.judge import Judged
 from paritygate.agent.renderer import load
 from paritygate.agent.trajectory import Trajectory
 from paritygate.agent.vocabulary import offline
+from tests.counts import soak
 
 NOTHING = Trajectory(
     split="train",

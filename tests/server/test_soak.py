@@ -8,8 +8,8 @@ import psutil
 import tinker
 from tinker import types
 
-from counts import soak
 from paritygate import server
+from tests.counts import soak
 
 CLIENTS = soak(quick=4, full=20)
 REQUESTS = soak(quick=10, full=50)  # a client

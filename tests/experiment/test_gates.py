@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked import brief
-from scripted_service import Script, ScriptedService
 
 from paritygate.errors import GateStopped
 from paritygate.experiment.gates import check_gate
 from paritygate.experiment.journal import read_lines
 from paritygate.receipts import PhaseChain
 from paritygate.spec import GateCheck
+from tests.experiment.scaled_spec import brief
+from tests.experiment.scripted_service import Script, ScriptedService
 
 pytestmark = pytest.mark.usefixtures("lean")
 

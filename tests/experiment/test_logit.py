@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import small_at_a_service
 from transformers import AutoModelForCausalLM
 
 from paritygate.agent.judge import Judged
@@ -21,6 +20,7 @@ from paritygate.experiment.rollouts import Rollout, Teacher
 from paritygate.server import Running, start
 from paritygate.server.models import resolve
 from paritygate_reference import sdpo as reference
+from tests.experiment.tiny_spec import small_at_a_service
 
 K = 8
 PROMPT = (5, 6, 7, 8, 9)

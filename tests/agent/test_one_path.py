@@ -5,7 +5,6 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from players import Script
 
 from paritygate import retail
 from paritygate.agent.judge import DIMENSIONS, Judged, Judgement
@@ -21,6 +20,7 @@ from paritygate.experiment.rollouts import Group, Rollout
 from paritygate.experiment.state import Options, Settings
 from paritygate.spec import load
 from paritygate.spec.schema import spec_folder
+from tests.agent.fakes import Script
 
 
 def judged(score: float) -> Judged:

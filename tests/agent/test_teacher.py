@@ -6,13 +6,13 @@ import itertools
 import random
 
 import pytest
-from players import TOOLS, Script, Store, Talker, in_order, phrase, planted
 
-from counts import soak
 from paritygate.agent import Limits, run_episode
 from paritygate.agent.judge import DIMENSIONS
 from paritygate.agent.prompt import full
 from paritygate.agent.teacher import AGAIN, FEEDBACK, FEEDBACK_SUCCESS, SOLUTION, teacher_context, teacher_logprobs
+from tests.agent.fakes import TOOLS, Script, Store, Talker, in_order, phrase, planted
+from tests.counts import soak
 
 NAMES = ("chatml", "qwen3.5", "qwen3", "qwen3-thinking")
 CONTEXT = full("Follow the policy. Be kind to customers and do what they ask.", TOOLS)

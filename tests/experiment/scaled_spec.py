@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from small import ROOT
+from tests.experiment.tiny_spec import ROOT
 
 
 def asked_for(steps: int, items: int, tasks: int = 4, **protocol: Any) -> dict[str, Any]:

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked import brief
-from scripted_service import Script, ScriptedService
-from small import small_spec, write_spec
 
-from counts import soak
 from paritygate.errors import BackendError, Refused
 from paritygate.experiment.journal import read_lines
 from paritygate.receipts import PhaseChain
+from tests.counts import soak
+from tests.experiment.scaled_spec import brief
+from tests.experiment.scripted_service import Script, ScriptedService
+from tests.experiment.tiny_spec import small_spec, write_spec
 
-DRIVE = Path(__file__).parent / "drive.py"
+RUN = Path(__file__).parent / "subprocess_run.py"
 KILLS = soak(quick=2, full=20)
 FINAL = ("metrics.jsonl", "items.jsonl", "verdict.json")
 PATIENCE = 240.0
@@ -29,7 +29,7 @@ PATIENCE = 240.0
 def start(spec: Path, output: Path, data: Path, *options: str) -> "subprocess.Popen[bytes]":
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment.pop("TINKER_BASE_URL", None)
-    arguments = [sys.executable, str(DRIVE), str(spec), str(output), str(data), *options]
+    arguments = [sys.executable, str(RUN), str(spec), str(output), str(data), *options]
     return subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE)
 
 

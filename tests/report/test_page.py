@@ -6,13 +6,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_up_run import HOSTILE, WORDS, make
 
 from paritygate import report
 from paritygate.errors import BadInputError
 from paritygate.report import summary
 from paritygate.report.files import read_run
 from paritygate.report.tokens import transcripts
+from tests.report.fake_run import HOSTILE, WORDS, make
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 

@@ -7,9 +7,6 @@ import math
 from typing import Any
 
 import pytest
-from asked import brief
-from scripted_service import ScriptedService
-from small import ROOT
 
 from paritygate.errors import Refused
 from paritygate.experiment import correctness
@@ -17,6 +14,9 @@ from paritygate.experiment.compare import compare_values, recorded
 from paritygate.spec import load
 from paritygate.spec.experiment import CorrectnessPath
 from paritygate_reference import sdpo as reference
+from tests.experiment.scaled_spec import brief
+from tests.experiment.scripted_service import ScriptedService
+from tests.experiment.tiny_spec import ROOT
 
 PATHS = {path.id: path for path in load(ROOT / "spec" / "sdpo.json").correctness_preflight.paths}
 GRPO, SDPO = PATHS["grpo_via_new_advantage_path"], PATHS["sdpo_token_advantage"]

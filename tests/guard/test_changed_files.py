@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_tree import OBLIGATION, Tree
 
 from paritygate.receipts.obligations import load_losses
 from paritygate.receipts.parity import NAME, read_parity_receipt, statement_of, write_parity_receipt
+from tests.guard.small_tree import OBLIGATION, Tree
 
 
 def test_the_clean_tree_is_accepted(tree: Tree) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked import asked_for
-from scripted_service import JUDGE, POLICY, USER, ScriptedService
-from small import ROOT
 
 from paritygate.experiment.journal import read_lines
 from paritygate.receipts import PhaseChain
 from paritygate.spec import load
+from tests.experiment.scaled_spec import asked_for
+from tests.experiment.scripted_service import JUDGE, POLICY, USER, ScriptedService
+from tests.experiment.tiny_spec import ROOT
 
 STEPS, ITEMS = 20, 60
 

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from counts import soak
 from paritygate import retail
 from paritygate.agent import gold_trajectory, prompt
 from paritygate.agent.conversation import assistant, tool, user
@@ -15,6 +14,7 @@ from paritygate.agent.judge.model import question
 from paritygate.agent.judge.rules import judge_messages
 from paritygate.agent.trajectory import Trajectory
 from paritygate.backend import BackendError, Sample, ServiceDown
+from tests.counts import soak
 
 GOOD = {
     "invalid_tool_use": 1,

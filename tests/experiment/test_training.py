@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked import brief
-from scripted_service import Script, ScriptedService
 
 from paritygate.agent.seeds import derive
 from paritygate.errors import GateStopped
 from paritygate.experiment.journal import read_lines
 from paritygate.receipts import PhaseChain
+from tests.experiment.scaled_spec import brief
+from tests.experiment.scripted_service import Script, ScriptedService
 
 pytestmark = pytest.mark.usefixtures("lean")
 

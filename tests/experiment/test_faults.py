@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_proxy import FAULTS, FaultyProxy
-from small import TINY, small_at_a_service
 
-from counts import soak
 from paritygate.errors import BackendError, GateStopped
 from paritygate.experiment import lane
 from paritygate.server import Running
+from tests.counts import soak
+from tests.experiment.faulty_proxy import FAULTS, FaultyProxy
+from tests.experiment.tiny_spec import TINY, small_at_a_service
 
 FINAL = ("metrics.jsonl", "items.jsonl", "verdict.json")
 

@@ -5,15 +5,15 @@ import json
 import random
 
 import pytest
-from players import TOOLS, Script, Store, Talker, in_order, phrase
 
-from counts import soak
 from paritygate import retail
 from paritygate.agent import Limits, gold_trajectory, run_episode
 from paritygate.agent.conversation import visible
 from paritygate.agent.prompt import full
 from paritygate.agent.renderer import load
 from paritygate.agent.user import ScriptedUser
+from tests.agent.fakes import TOOLS, Script, Store, Talker, in_order, phrase
+from tests.counts import soak
 
 CONTEXT = full("Be kind.", TOOLS)
 

@@ -8,7 +8,6 @@ import time
 import psutil
 import pytest
 
-from counts import soak
 from paritygate import retail
 from paritygate.agent import Limits, collect_step, gold_trajectory, run_episode
 from paritygate.agent import prompt as prompts
@@ -18,6 +17,7 @@ from paritygate.agent.seeds import derive
 from paritygate.agent.teacher import teacher_context, teacher_logprobs
 from paritygate.agent.user import ModelUser, ScriptedUser
 from paritygate.backend import connect, cross_entropy_datum, policy_gradient_datum
+from tests.counts import soak
 
 LIMITS = Limits(max_turns=4, max_tokens_per_turn=24, max_seq_len=2048)
 TASKS = (0, 50)

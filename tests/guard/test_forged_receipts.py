@@ -9,12 +9,12 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from small_tree import Tree
-from test_kinds_sessions import poison_rewritten
 
 from paritygate.receipts.files import canonical
 from paritygate.receipts.parity import read_parity_receipt, statement_of, write_parity_receipt
 from paritygate.receipts.subjects import subjects
+from tests.guard.small_tree import Tree
+from tests.guard.test_false_sessions import poison_rewritten
 
 CELL = {"dtype": "float64", "regime": "ordinary", "oracle": "reference", "comparisons": 30, "worst_margin": 0.5}
 

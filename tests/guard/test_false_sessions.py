@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from _pytest.assertion import rewrite
-from small_tree import Tree
 
-from counts import SOAK
+from tests.counts import SOAK
+from tests.guard.small_tree import Tree
 
 
 def not_green(tree: Tree, output: str, *sentences: str) -> None:
@@ -234,7 +234,7 @@ class FakeConfig:
 PLAIN_SESSION = """
 import sys, pytest
 import _pytest.assertion.rewrite as rewrite
-sys.path[:0] = ["impl", "reference", "tests"]
+sys.path[:0] = ["impl", "reference", "."]
 
 class Losses:
     @pytest.fixture(scope="session")
@@ -243,7 +243,7 @@ class Losses:
         import types
         return types.SimpleNamespace(toy=toy)
 
-import ledger
+from tests import ledger
 ledger.LEDGER = type("Book", (), {"compare": lambda self, name, a, e, **_: None if abs(a - e) < 1e-9 else 1 / 0})()
 arguments = ["-q", "--noconftest", "-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider"]
 raise SystemExit(pytest.main([*arguments, "tests/parity/test_toy.py::test_value"], plugins=[Losses()]))

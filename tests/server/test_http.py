@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
-from counts import soak
 from paritygate import server
 from paritygate.server.limits import Limits
+from tests.counts import soak
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
