@@ -19,8 +19,8 @@ from measure import agree, machine, resident, save, table, timed
 from tinker import ServiceClient, types
 
 from paritygate import server
+from paritygate.server.model.tiny import corpus
 from paritygate.server.running import DTYPES
-from paritygate.server.tiny import corpus
 
 BATCH = 16
 

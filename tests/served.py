@@ -20,11 +20,11 @@ def served() -> Served:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from paritygate.server import models
-    from paritygate.server.network import Network
+    from paritygate.server.model import sources
+    from paritygate.server.model.network import Network
 
     logging.disable_progress_bar()
-    network = Network(models.resolve("tiny").folder)
+    network = Network(sources.resolve("tiny").folder)
     plain = AutoModelForCausalLM.from_pretrained(
         str(network.folder), dtype=torch.float64, attn_implementation="eager"
     ).eval()
@@ -33,9 +33,9 @@ def served() -> Served:
 
 def server_gradients(tokens: list[int], targets_NK: Tensor, weights_NK: Tensor) -> dict[str, Tensor]:
     """The gradient of each fresh LoRA B after one `cross_entropy` request of (N, K) targets and weights."""
-    from paritygate.server.lora import Adapter, LoraSpec
-    from paritygate.server.losses import LossInputs
-    from paritygate.server.training import Datum, Pass
+    from paritygate.server.engine.losses import LossInputs
+    from paritygate.server.engine.training import Datum, Pass
+    from paritygate.server.model.lora import Adapter, LoraSpec
 
     network = served().network
     adapter = Adapter(LoraSpec(rank=4, seed=3, unembed=False), network.targets)
@@ -47,7 +47,7 @@ def server_gradients(tokens: list[int], targets_NK: Tensor, weights_NK: Tensor) 
 
 def wanted_gradients(tokens: list[int], logits_gradient_NV: Tensor) -> dict[str, Tensor]:
     """What d loss / d logits of the unadapted model makes of the same B: scale * dW @ A.T, B being 0 at first."""
-    from paritygate.server.lora import Adapter, LoraSpec
+    from paritygate.server.model.lora import Adapter, LoraSpec
 
     network, plain = served()
     adapter = Adapter(LoraSpec(rank=4, seed=3, unembed=False), network.targets)

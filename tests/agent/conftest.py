@@ -8,7 +8,7 @@ import pytest
 from paritygate.agent import prompt, renderer
 from paritygate.agent.vocabulary import offline
 from paritygate.server import Running, start
-from paritygate.server.models import resolve
+from paritygate.server.model.sources import resolve
 from tests.agent.fakes import TOOLS
 
 

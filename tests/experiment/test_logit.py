@@ -18,7 +18,7 @@ from paritygate.experiment.journal import read_lines
 from paritygate.experiment.logit import logit_datums
 from paritygate.experiment.rollouts import Rollout, Teacher
 from paritygate.server import Running, start
-from paritygate.server.models import resolve
+from paritygate.server.model.sources import resolve
 from paritygate_reference import sdpo as reference
 from tests.experiment.tiny_spec import small_at_a_service
 

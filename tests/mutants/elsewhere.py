@@ -194,7 +194,7 @@ MISTAKES = (
     Mistake(
         "server-divides",
         "a service that divides by the number of positions",
-        "server/losses.py",
+        "server/engine/losses.py",
         'return -(torch.exp(logprobs - datum.of("logprobs")) * datum.of("advantages")).sum()',
         'return -(torch.exp(logprobs - datum.of("logprobs")) * datum.of("advantages")).mean()',
         "tests/server/test_losses.py::test_value_and_gradient",

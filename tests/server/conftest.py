@@ -58,7 +58,7 @@ def http(running: server.Running) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="session")
 def network() -> Any:
     """The tiny network without a server around it."""
-    from paritygate.server import models
-    from paritygate.server.network import Network
+    from paritygate.server.model import sources
+    from paritygate.server.model.network import Network
 
-    return Network(models.resolve("tiny").folder)
+    return Network(sources.resolve("tiny").folder)

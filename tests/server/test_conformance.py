@@ -317,7 +317,7 @@ def test_expired_checkpoints_are_gone(trainer: Any, client: Any, running: server
     path = trainer.save_weights_for_sampler("short", ttl_seconds=60).result().path
     client.create_sampling_client(model_path=path).result()
     now = time.time()
-    monkeypatch.setattr("paritygate.server.store.time.time", lambda: now + 61)
+    monkeypatch.setattr("paritygate.server.sessions.checkpoints.time.time", lambda: now + 61)
     with pytest.raises(Exception, match="expired"):
         client.create_sampling_client(model_path=path).result()
 

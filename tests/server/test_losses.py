@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from paritygate.server.limits import RequestError
-from paritygate.server.losses import LOSSES, LossInputs, find_loss
+from paritygate.server.engine.losses import LOSSES, LossInputs, find_loss
+from paritygate.server.errors import RequestError
 
 N = 9
 RNG = np.random.default_rng(0)

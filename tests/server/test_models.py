@@ -15,12 +15,13 @@ import torch
 
 from paritygate import server
 from paritygate.errors import BadInputError
-from paritygate.server import models, tiny
-from paritygate.server.cache import PAGE, PrefixCache, Sequence
-from paritygate.server.limits import Limits, RequestError
-from paritygate.server.lora import BASE, Adapter, LoraSpec
-from paritygate.server.network import Network
-from paritygate.server.store import Store
+from paritygate.server.errors import RequestError
+from paritygate.server.limits import Limits
+from paritygate.server.model import sources, tiny
+from paritygate.server.model.cache import PAGE, PrefixCache, Sequence
+from paritygate.server.model.lora import BASE, Adapter, LoraSpec
+from paritygate.server.model.network import Network
+from paritygate.server.sessions.checkpoints import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,16 +31,16 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def test_tiny_is_built_the_same_in_another_process(tmp_path: Path) -> None:
-    script = "import sys, pathlib; from paritygate.server import tiny; tiny.build(pathlib.Path(sys.argv[1]))"
+    script = "import sys, pathlib; from paritygate.server.model import tiny; tiny.build(pathlib.Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "impl"), "PYTHONHASHSEED": "1"}
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, check=True, capture_output=True)
-    assert digests(tmp_path) == digests(models.resolve("tiny").folder)
+    assert digests(tmp_path) == digests(sources.resolve("tiny").folder)
 
 
 def test_tiny_has_a_tokenizer_with_a_chat_template() -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(models.resolve("tiny").folder))
+    tokenizer = AutoTokenizer.from_pretrained(str(sources.resolve("tiny").folder))
     assert len(tokenizer) == tiny.VOCABULARY
     text = "Ünïcode, tabs\t, emoji 🙂 and {json: [1, 2]}"
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -53,14 +54,14 @@ def test_tiny_has_a_tokenizer_with_a_chat_template() -> None:
 @pytest.mark.parametrize("name", ["gpt-9", "/nonexistent"])
 def test_unknown_models_are_refused(name: str) -> None:
     with pytest.raises(BadInputError, match="no transformers folder"):
-        models.resolve(name)
+        sources.resolve(name)
 
 
 def test_pickled_weights_are_never_loaded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(BadInputError, match="safetensors"):
-        models.resolve(str(tmp_path))
+        sources.resolve(str(tmp_path))
 
 
 def test_a_half_built_cache_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,7 @@ def test_a_half_built_cache_is_never_seen(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(tiny, "build", fail)
     with pytest.raises(OSError, match="full"):
-        models.resolve("tiny")
+        sources.resolve("tiny")
     assert list((tmp_path / "models").iterdir()) == []
 
 
@@ -91,9 +92,9 @@ def test_a_local_folder_of_another_architecture_is_served(tmp_path: Path) -> Non
         torch.manual_seed(index)
         model = AutoModelForCausalLM.from_config(config).eval()
         model.save_pretrained(str(tmp_path / str(index)))
-        network = Network(models.resolve(str(tmp_path / str(index))).folder)
+        network = Network(sources.resolve(str(tmp_path / str(index))).folder)
         tokens = torch.randint(0, 96, (70,))
-        from paritygate.server.attention import PlainAttention
+        from paritygate.server.model.attention import PlainAttention
 
         with torch.no_grad(), network.routed([], PlainAttention(0, [70])):
             logits, _ = network.head(network.forward(tokens, torch.arange(70)), BASE)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paritygate.losses.kernels import compiled
-from paritygate.server.attention import stable_rows
-from paritygate.server.products import (
+from paritygate.server.model.attention import stable_rows
+from paritygate.server.model.products import (
     FrozenLinear,
     attend,
     available,

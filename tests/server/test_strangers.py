@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from paritygate import server
-from paritygate.server import store as store_module
-from paritygate.server.limits import Limits, RequestError
-from paritygate.server.lora import Adapter, LoraSpec
-from paritygate.server.store import Store
+from paritygate.server.errors import RequestError
+from paritygate.server.limits import Limits
+from paritygate.server.model.lora import Adapter, LoraSpec
+from paritygate.server.sessions import checkpoints as store_module
+from paritygate.server.sessions.checkpoints import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {"ttl_seconds": None, "overwrite": True, "user_metadata": None}

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from paritygate.server import models
-from paritygate.server.attention import PlainAttention
-from paritygate.server.engine import Engine
-from paritygate.server.jobs import SampleJob, SampleResult
-from paritygate.server.limits import Limits, RequestError
-from paritygate.server.lora import BASE, Adapter, LoraSpec, Snapshot
-from paritygate.server.losses import LossInputs
-from paritygate.server.network import Network
-from paritygate.server.products import available
-from paritygate.server.sampling import SamplingParams
-from paritygate.server.scoring import Scoring
-from paritygate.server.training import AdamParams, Datum, Packing, Pass, adam_step
+from paritygate.server.engine.jobs import SampleJob, SampleResult
+from paritygate.server.engine.loop import Engine
+from paritygate.server.engine.losses import LossInputs
+from paritygate.server.engine.sampling import SamplingParams
+from paritygate.server.engine.scoring import Scoring
+from paritygate.server.engine.training import AdamParams, Datum, Packing, Pass, adam_step
+from paritygate.server.errors import RequestError
+from paritygate.server.limits import Limits
+from paritygate.server.model import sources
+from paritygate.server.model.attention import PlainAttention
+from paritygate.server.model.lora import BASE, Adapter, LoraSpec, Snapshot
+from paritygate.server.model.network import Network
+from paritygate.server.model.products import available
 from tests.counts import soak
 
 
@@ -284,7 +285,7 @@ def test_the_same_seed_gives_the_same_bits_in_any_company(network: Any, engine: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_move_no_bit(dtype: torch.dtype) -> None:
     """Samples, their logprobs, scores, and what training makes of an adapter are those of one thread."""
-    network = Network(models.resolve("tiny").folder, dtype)
+    network = Network(sources.resolve("tiny").folder, dtype)
 
     def everything(threads: int) -> list[Any]:
         engine = Engine(network, Limits(prefill_tokens=48, rows=9), None, threads)
@@ -425,7 +426,7 @@ def test_cancelled_work_is_dropped_between_pieces(engine: Engine) -> None:
 
 
 def test_memory_that_cannot_be_had_fails_that_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paritygate.server import engine as module
+    from paritygate.server.engine import loop as module
 
     whole = module.Sequence
 

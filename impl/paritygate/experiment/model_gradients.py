@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from paritygate.backend import Datum, connect, policy_gradient_datum
-from paritygate.server.lora import ALPHA
-from paritygate.server.models import resolve
+from paritygate.server.model.lora import ALPHA
+from paritygate.server.model.sources import resolve
 
 MODEL = "tiny"
 RANK = 8

@@ -16,7 +16,7 @@ from paritygate.experiment.journal import Record
 from paritygate.experiment.lane import PROCESS
 from paritygate.experiment.state import Decided, State
 from paritygate.receipts import digest, sha256_file
-from paritygate.server.models import cache_folder
+from paritygate.server.model.sources import cache_folder
 from paritygate.spec.protocol import WarmStart
 
 PHASE = "warm_start"
@@ -103,7 +103,7 @@ async def _inputs(state: State, spec: WarmStart, episodes: Sequence[Trajectory])
         "adam": [adam.beta1, adam.beta2, adam.eps],
         "rank": state.exp.lora_rank,
         "model": {"name": state.exp.base_model, "weights": [sha256_file(path) for path in weights]},
-        "server": {path.name: sha256_file(path) for path in sorted(server.glob("*.py"))},
+        "server": {path.relative_to(server).as_posix(): sha256_file(path) for path in sorted(server.rglob("*.py"))},
         "torch": importlib.metadata.version("torch"),
     }
 

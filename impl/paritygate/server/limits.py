@@ -1,16 +1,6 @@
-"""What a request may ask for: the model's sizes, the server's bounds, and the error that says which was met."""
+"""The bounds of one server."""
 
 from dataclasses import dataclass
-
-from paritygate.errors import BadInputError
-
-
-class RequestError(BadInputError):
-    """A request that cannot be served: `status` is the HTTP status, the message says what to change."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -37,16 +27,3 @@ class Limits:
     body_seconds: float = 60.0
     out_of_order_seconds: float = 60.0
     session_seconds: float = 300.0
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes that the cache needs, and the longest sequence."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    vocabulary: int
-    context: int
-    end_tokens: frozenset[int]

@@ -16,8 +16,8 @@ from paritygate.server.limits import Limits
 if TYPE_CHECKING:
     import uvicorn
 
-    from paritygate.server.engine import Engine
-    from paritygate.server.service import Service
+    from paritygate.server.engine.loop import Engine
+    from paritygate.server.sessions.service import Service
 
 DTYPES = ("float32", "bfloat16")
 
@@ -68,7 +68,7 @@ def start(
     changes no bit of a sample or logprob; without a compiler it may, and so may batching at more than one.
     Raises BadInputError for an unusable model, key, dtype, port or state folder.
     """
-    from paritygate.server import models
+    from paritygate.server.model import sources
 
     key = _check_key(api_key)
     if dtype not in DTYPES:
@@ -80,16 +80,16 @@ def start(
     scratch = None if state_dir is not None else Path(tempfile.mkdtemp(prefix="paritygate-server-"))
     try:
         folder = scratch or _writable(Path(str(state_dir)))
-        source = models.resolve(model)
+        source = sources.resolve(model)
         # Only now: importing torch and transformers takes seconds, and a mistyped argument should not.
         import torch
         import uvicorn
 
-        from paritygate.server.app import build_app
-        from paritygate.server.engine import Engine
-        from paritygate.server.network import Network
-        from paritygate.server.service import Service
-        from paritygate.server.store import Store
+        from paritygate.server.engine.loop import Engine
+        from paritygate.server.http.app import build_app
+        from paritygate.server.model.network import Network
+        from paritygate.server.sessions.checkpoints import Store
+        from paritygate.server.sessions.service import Service
 
         network = Network.load(source.folder, getattr(torch, dtype))
         engine = Engine(network, limits, _tokenizer(source.folder), threads)

@@ -9,15 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from paritygate.server.engine import Engine
-from paritygate.server.fields import Fields
-from paritygate.server.limits import Limits, RequestError
-from paritygate.server.lora import Adapter, LoraSpec
-from paritygate.server.promises import PROTOBUF, Payload, Promise, Promises, digest, json_payload
-from paritygate.server.samplers import Samplers
-from paritygate.server.store import Store
-from paritygate.server.training import Pass, adam_step
-from paritygate.server.wire_training import (
+from paritygate.server.engine.loop import Engine
+from paritygate.server.engine.training import Pass, adam_step
+from paritygate.server.errors import RequestError
+from paritygate.server.limits import Limits
+from paritygate.server.model.lora import Adapter, LoraSpec
+from paritygate.server.sessions.checkpoints import Store
+from paritygate.server.sessions.promises import PROTOBUF, Payload, Promise, Promises, digest, json_payload
+from paritygate.server.sessions.samplers import Samplers
+from paritygate.server.wire.fields import Fields
+from paritygate.server.wire.training import (
     decode_adam,
     decode_data,
     encode_forward_backward,

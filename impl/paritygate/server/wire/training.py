@@ -10,10 +10,12 @@ from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
 
-from paritygate.server.fields import Fields, check_tokens, dense_rows
-from paritygate.server.limits import Limits, RequestError, Shape
-from paritygate.server.losses import LossInputs, find_loss
-from paritygate.server.training import AdamParams, Datum, Outcome
+from paritygate.server.engine.losses import LossInputs, find_loss
+from paritygate.server.engine.training import AdamParams, Datum, Outcome
+from paritygate.server.errors import RequestError
+from paritygate.server.limits import Limits
+from paritygate.server.model.shape import Shape
+from paritygate.server.wire.fields import Fields, check_tokens, dense_rows
 
 _FLOATS = {pb.DTYPE_FLOAT32: np.float32}
 _INTEGERS = {pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paritygate.server.attention import PlainAttention
-from paritygate.server.limits import RequestError
-from paritygate.server.lora import Adapter
-from paritygate.server.losses import Config, LossInputs, find_loss
-from paritygate.server.network import Network
+from paritygate.server.engine.losses import Config, LossInputs, find_loss
+from paritygate.server.errors import RequestError
+from paritygate.server.model.attention import PlainAttention
+from paritygate.server.model.lora import Adapter
+from paritygate.server.model.network import Network
 
 CHUNK = 128  # rows of logits held at once
 

@@ -5,11 +5,13 @@ from typing import cast
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
-from paritygate.server.fields import Fields, check_tokens, dense_rows
-from paritygate.server.jobs import SampleResult
-from paritygate.server.limits import Limits, RequestError, Shape
-from paritygate.server.sampling import SamplingParams
-from paritygate.server.scoring import Scoring
+from paritygate.server.engine.jobs import SampleResult
+from paritygate.server.engine.sampling import SamplingParams
+from paritygate.server.engine.scoring import Scoring
+from paritygate.server.errors import RequestError
+from paritygate.server.limits import Limits
+from paritygate.server.model.shape import Shape
+from paritygate.server.wire.fields import Fields, check_tokens, dense_rows
 
 EMPTY_TOKEN, EMPTY_LOGPROB = 0, -99999.0  # the SDK's marks of an empty top-k cell (types/topk_logprobs.py)
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paritygate.errors import BadInputError
-from paritygate.server.attention import PlainAttention
-from paritygate.server.limits import Shape
-from paritygate.server.lora import LoraLinear, Routes, Target, Weights, apply_linear
-from paritygate.server.products import FrozenLinear, least_rows, log_normalizers
+from paritygate.server.model.attention import PlainAttention
+from paritygate.server.model.lora import LoraLinear, Routes, Target, Weights, apply_linear
+from paritygate.server.model.products import FrozenLinear, least_rows, log_normalizers
+from paritygate.server.model.shape import read_shape
 
 
 class Attention(Protocol):
@@ -43,7 +43,7 @@ class Network:
             )
         self.model: nn.Module = cast(nn.Module, model).eval().requires_grad_(False)
         self.arch = type(model).__name__
-        self.shape = _shape(model.config, model.generation_config)
+        self.shape = read_shape(model.config, model.generation_config)
         self.routes = Routes()
         self._attention: Attention | None = None
         self.body: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model.model
@@ -188,27 +188,3 @@ def _register_attention() -> None:
 
     if _NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(_NAME, _packed_attention)
-
-
-_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "num_experts")
-
-
-def _shape(config: Any, generation: Any) -> Shape:
-    """Read the sizes; raise BadInputError for what the packed attention would get wrong."""
-    for name in _UNSUPPORTED:
-        if getattr(config, name, None) not in (None, 0, 1, 1.0):
-            raise BadInputError(f"model type {config.model_type}: its config sets {name}, which is not supported")
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or getattr(config, "use_sliding_window", False):
-        raise BadInputError(f"model type {config.model_type}: only full causal attention is supported")
-    heads = config.num_attention_heads
-    ends = generation.eos_token_id if generation and generation.eos_token_id is not None else config.eos_token_id
-    return Shape(
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        hidden=config.hidden_size,
-        vocabulary=config.vocab_size,
-        context=config.max_position_embeddings,
-        end_tokens=frozenset([ends] if isinstance(ends, int) else ends or []),
-    )

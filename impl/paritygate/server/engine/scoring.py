@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paritygate.server.cache import Sequence
-from paritygate.server.limits import RequestError
-from paritygate.server.lora import Snapshot
-from paritygate.server.network import Network
-from paritygate.server.sampling import top_logprobs, uniform
+from paritygate.server.engine.sampling import top_logprobs, uniform
+from paritygate.server.errors import RequestError
+from paritygate.server.model.cache import Sequence
+from paritygate.server.model.lora import Snapshot
+from paritygate.server.model.network import Network
 
 CHUNK = 128  # rows of logits held at once
 

@@ -5,11 +5,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from paritygate.server.attention import Span
-from paritygate.server.cache import Sequence
-from paritygate.server.lora import Snapshot, Weights
-from paritygate.server.sampling import SamplingParams, StopCheck
-from paritygate.server.scoring import PromptScores, Scoring
+from paritygate.server.engine.sampling import SamplingParams, StopCheck
+from paritygate.server.engine.scoring import PromptScores, Scoring
+from paritygate.server.model.attention import Span
+from paritygate.server.model.cache import Sequence
+from paritygate.server.model.lora import Snapshot, Weights
 
 
 @dataclass

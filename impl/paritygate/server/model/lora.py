@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from paritygate.server.products import FrozenLinear, linear
+from paritygate.server.model.products import FrozenLinear, linear
 
 # alpha = 32 is what SkyRL's Tinker backend uses; the hosted service's value is not published.
 ALPHA = 32.0

@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paritygate.server.fields import Fields
-from paritygate.server.limits import RequestError
-from paritygate.server.lora import Adapter, LoraSpec, Snapshot, Target
-from paritygate.server.products import FrozenLinear
+from paritygate.server.errors import RequestError
+from paritygate.server.model.lora import Adapter, LoraSpec, Snapshot, Target
+from paritygate.server.model.products import FrozenLinear
+from paritygate.server.wire.fields import Fields
 
 ABANDONED_SECONDS = 3600.0
 Kind = Literal["weights", "sampler_weights"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paritygate.server.limits import RequestError
+from paritygate.server.errors import RequestError
 
 Config = Mapping[str, float | str]
 

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paritygate.server.attention import Span, cached
-from paritygate.server.cache import PrefixCache, Sequence
-from paritygate.server.jobs import Batch, Row, SampleJob, SampleResult, Task, snapshot_of
-from paritygate.server.limits import Limits, RequestError
-from paritygate.server.network import Network
-from paritygate.server.products import use_threads
-from paritygate.server.sampling import Decoder, StopCheck, draw, top_logprobs
-from paritygate.server.scoring import score_prompt
+from paritygate.server.engine.jobs import Batch, Row, SampleJob, SampleResult, Task, snapshot_of
+from paritygate.server.engine.sampling import Decoder, StopCheck, draw, top_logprobs
+from paritygate.server.engine.scoring import score_prompt
+from paritygate.server.errors import RequestError
+from paritygate.server.limits import Limits
+from paritygate.server.model.attention import Span, cached
+from paritygate.server.model.cache import PrefixCache, Sequence
+from paritygate.server.model.network import Network
+from paritygate.server.model.products import use_threads
 
 
 class Engine:

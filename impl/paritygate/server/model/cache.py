@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paritygate.server.limits import Shape
+from paritygate.server.model.shape import Shape
 
 PAGE = 16  # tokens a cached page
 ROOM = 64  # capacities are multiples of this, the attention's block of keys

@@ -3,14 +3,14 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from paritygate.server.engine import Engine
-from paritygate.server.fields import Fields
+from paritygate.server.engine.loop import Engine
 from paritygate.server.limits import Limits
-from paritygate.server.promises import Promise, Promises
-from paritygate.server.samplers import Sampler, Samplers
-from paritygate.server.sessions import Sessions
-from paritygate.server.store import Checkpoint, Store
-from paritygate.server.trainers import Model, Trainers
+from paritygate.server.sessions.checkpoints import Checkpoint, Store
+from paritygate.server.sessions.promises import Promise, Promises
+from paritygate.server.sessions.samplers import Sampler, Samplers
+from paritygate.server.sessions.session import Sessions
+from paritygate.server.sessions.trainers import Model, Trainers
+from paritygate.server.wire.fields import Fields
 
 
 class Service:

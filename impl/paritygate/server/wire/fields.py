@@ -4,7 +4,8 @@ from typing import cast
 
 import numpy as np
 
-from paritygate.server.limits import RequestError, Shape
+from paritygate.server.errors import RequestError
+from paritygate.server.model.shape import Shape
 
 
 class Fields:

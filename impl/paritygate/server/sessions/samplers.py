@@ -9,14 +9,15 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from paritygate.server.engine import Engine
-from paritygate.server.fields import Fields
-from paritygate.server.jobs import SampleJob
-from paritygate.server.limits import Limits, RequestError
-from paritygate.server.lora import BASE, Snapshot
-from paritygate.server.promises import PROTOBUF, Payload, Promise, Promises, digest
-from paritygate.server.store import Store
-from paritygate.server.wire_sampling import (
+from paritygate.server.engine.jobs import SampleJob
+from paritygate.server.engine.loop import Engine
+from paritygate.server.errors import RequestError
+from paritygate.server.limits import Limits
+from paritygate.server.model.lora import BASE, Snapshot
+from paritygate.server.sessions.checkpoints import Store
+from paritygate.server.sessions.promises import PROTOBUF, Payload, Promise, Promises, digest
+from paritygate.server.wire.fields import Fields
+from paritygate.server.wire.sampling import (
     check_targets,
     decode_prompt,
     decode_sampling_params,

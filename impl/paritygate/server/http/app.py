@@ -14,10 +14,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from paritygate.server.fields import Fields
-from paritygate.server.limits import RequestError
-from paritygate.server.promises import Promise
-from paritygate.server.service import Service
+from paritygate.server.errors import RequestError
+from paritygate.server.sessions.promises import Promise
+from paritygate.server.sessions.service import Service
+from paritygate.server.wire.fields import Fields
 
 _LOG = logging.getLogger("uvicorn.error")
 Handler = Callable[[Request], Awaitable[Response]]

@@ -5,7 +5,7 @@ import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from paritygate.server.limits import RequestError
+from paritygate.server.errors import RequestError
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paritygate.errors import BadInputError
-from paritygate.server import tiny
+from paritygate.server.model import tiny
 
 if TYPE_CHECKING:
     import numpy as np

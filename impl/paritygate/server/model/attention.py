@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paritygate.server import products
-from paritygate.server.cache import ROOM, Sequence
+from paritygate.server.model import products
+from paritygate.server.model.cache import ROOM, Sequence
 
 BLOCK = ROOM
 _CAUSAL = torch.full((BLOCK, BLOCK), float("-inf")).triu(1)

@@ -1,0 +1,1 @@
+"""HTTP: routes, bodies bounded and decompressed, the key checked, long polls."""
