@@ -38,7 +38,7 @@ def main() -> int:
 def parity(root: Path, spec: str | None, device: str) -> str:
     """One line about the receipt that fits the tree at `root`; raises Refused when none does."""
     from paritygate.receipts import guard
-    from paritygate.receipts.obligations import load_losses
+    from paritygate.spec.losses import load_losses
 
     if spec is None:
         losses = tuple(load_losses(root)["losses"])

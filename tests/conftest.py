@@ -28,8 +28,8 @@ CACHE_DIR = rewrite.get_cache_dir
 rewrite.get_cache_dir = lambda path: Path(os.devnull) if path.is_relative_to(ROOT / "tests") else CACHE_DIR(path)
 from paritygate.errors import Refused  # noqa: E402
 from paritygate.receipts import parity  # noqa: E402
-from paritygate.receipts.obligations import device_class, load_losses, required, shortfalls  # noqa: E402
 from paritygate.receipts.subjects import difference, subjects  # noqa: E402
+from paritygate.spec.losses import device_class, load_losses, required, shortfalls  # noqa: E402
 from tests import ledger  # noqa: E402
 
 sys.pycache_prefix = PREFIX

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paritygate.receipts.obligations import device_class
+from paritygate.spec.losses import device_class
 
 
 @dataclass

@@ -184,7 +184,8 @@ def build(root: Path) -> Tree:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     clean = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "impl/paritygate/receipts", root / "impl/paritygate/receipts", ignore=clean)
+    for package in ("receipts", "spec"):
+        shutil.copytree(ROOT / "impl/paritygate" / package, root / "impl/paritygate" / package, ignore=clean)
     shutil.copytree(ROOT / "spec/schema", root / "spec/schema")
     spec = {"version": 1, "losses": {}}
     files = {

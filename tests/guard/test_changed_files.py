@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paritygate.receipts.obligations import load_losses
 from paritygate.receipts.parity import NAME, read_parity_receipt, statement_of, write_parity_receipt
+from paritygate.spec.losses import load_losses
 from tests.guard.small_tree import OBLIGATION, Tree
 
 

@@ -8,7 +8,7 @@ import torch
 from mpmath import mpf
 
 from paritygate.errors import Refused
-from paritygate.receipts.obligations import required, shortfalls
+from paritygate.spec.losses import required, shortfalls
 from tests.ledger import Ledger
 
 ROWS = [

@@ -27,7 +27,7 @@ import hypothesis  # noqa: E402
 import torch  # noqa: E402, F401 - once, before the processes part
 
 import paritygate  # noqa: E402
-from paritygate.receipts.obligations import load_losses  # noqa: E402
+from paritygate.spec.losses import load_losses  # noqa: E402
 from tests import ledger  # noqa: E402
 from tests.mutants.catalogue import HARMLESS, MUTANTS  # noqa: E402
 from tests.mutants.mutant import Mutant  # noqa: E402

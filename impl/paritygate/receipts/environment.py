@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paritygate.errors import Refused
-from paritygate.receipts.obligations import device_class
+from paritygate.spec.losses import device_class
 
 DECIDING = ("device", "torch", "cuda", "gpu", "driver", "matmul_precision")
 """Entries of `environment` that must be equal for a receipt to hold."""

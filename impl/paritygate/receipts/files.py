@@ -2,10 +2,14 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 from pathlib import Path
 from typing import Any
+
+from paritygate.errors import Refused
+from paritygate.spec.schema import check_schema
 
 
 def canonical(value: Any) -> bytes:
@@ -52,3 +56,19 @@ def write_atomic(path: str | Path, data: bytes, *, exclusive: bool = False) -> N
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def read_canonical(path: Path, schema: str) -> tuple[dict[str, Any], bytes]:
+    """The JSON value in `path` and its bytes; raises Refused unless the form is canonical and the schema kept."""
+    try:
+        data = path.read_bytes()
+        value = json.loads(data)
+        is_canonical = canonical(value) == data
+    except OSError as error:
+        raise Refused(f"{path} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{path} is not JSON ({error}): it was not written by a session of ours.") from error
+    if not is_canonical:
+        raise Refused(f"{path} is not in canonical form (RFC 8785): it was not written by a session of ours.")
+    check_schema(value, schema, path)
+    return value, data

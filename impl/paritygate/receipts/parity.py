@@ -10,10 +10,9 @@ from typing import Any
 
 from paritygate.errors import Refused
 from paritygate.receipts.environment import DECIDING, environment, installed
-from paritygate.receipts.files import canonical, digest, write_atomic
-from paritygate.receipts.obligations import device_class, load_losses, required, shortfalls
-from paritygate.receipts.schema import read_canonical
+from paritygate.receipts.files import canonical, digest, read_canonical, write_atomic
 from paritygate.receipts.subjects import difference, subjects
+from paritygate.spec.losses import device_class, load_losses, required, shortfalls
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paritygate.errors import Refused
-from paritygate.receipts.files import canonical, write_atomic
-from paritygate.receipts.schema import read_canonical
+from paritygate.receipts.files import canonical, read_canonical, write_atomic
 
 FIRST = "0" * 64
 NAME = re.compile(r"(\d\d)-([a-z_]+)\.json")

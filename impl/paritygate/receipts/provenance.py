@@ -9,13 +9,12 @@ from paritygate import __version__
 from paritygate.bootstrap import LOADED
 from paritygate.errors import Refused
 from paritygate.receipts.environment import DECIDING, environment, installed
-from paritygate.receipts.files import canonical, digest, sha256_file, write_atomic
+from paritygate.receipts.files import canonical, digest, read_canonical, sha256_file, write_atomic
 from paritygate.receipts.lock import LOCK
-from paritygate.receipts.obligations import load_losses, required, shortfalls
 from paritygate.receipts.parity import STATEMENT, ParityReceipt, read_parity_receipt
 from paritygate.receipts.phases import PhaseChain
-from paritygate.receipts.schema import read_canonical
 from paritygate.receipts.subjects import difference, subjects
+from paritygate.spec.losses import load_losses, required, shortfalls
 
 PROVENANCE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:paritygate:run:v1"

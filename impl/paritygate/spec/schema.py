@@ -53,6 +53,16 @@ def violations(name: str, document: object) -> list[Finding]:
     return sorted(set(found), key=lambda finding: (finding.pointer, finding.message))
 
 
+def check_schema(document: object, name: str, path: Path) -> None:
+    """Raise Refused, naming the file and the place in it, unless `document` keeps spec/schema/<name>.schema.json."""
+    from jsonschema.exceptions import best_match
+
+    error = best_match(_validator(name).iter_errors(document))
+    if error is not None:
+        place = "/" + "/".join(str(part) for part in error.absolute_path)
+        raise Refused(f"{path} does not keep spec/schema/{name}.schema.json at {place}: {error.message[:200]}.")
+
+
 def _explain(error: Any) -> Iterator[Finding]:
     path: list[str | int] = list(error.absolute_path)
     kind = str(error.validator)

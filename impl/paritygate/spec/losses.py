@@ -1,23 +1,53 @@
 """What spec/losses.json asks for, and what is still missing from a set of results."""
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from paritygate.errors import Refused
-from paritygate.receipts.schema import check_schema
+from paritygate.spec.schema import check_schema
 
 
 def load_losses(root: Path) -> dict[str, Any]:
-    """The content of spec/losses.json under `root`; raises Refused when it is missing, not JSON, or of another form."""
+    """spec/losses.json under `root`, each obligation's `tolerances` a list of rows {"dtype", "device", "regime", ...}.
+
+    Raises Refused when the file is missing, not JSON or of another form, names a class of tolerances that it has not,
+    or declares two tolerances for one dtype, device and regime.
+    """
     path = root / "spec" / "losses.json"
     try:
         spec = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"{path} cannot be read ({error}): it says what has to be shown.") from error
     check_schema(spec, "losses", path)
+    return _expanded(spec, path)
+
+
+def _expanded(spec: dict[str, Any], path: Path) -> dict[str, Any]:
+    """`spec` without its classes of tolerances: each obligation has the rows of the class that it names."""
+    classes = {name: _rows(entry["rows"]) for name, entry in spec.pop("tolerances", {}).items()}
+    for name, obligation in ((n, o) for loss in spec["losses"].values() for n, o in loss["obligations"].items()):
+        declared = obligation["tolerances"]
+        if isinstance(declared, str):
+            if declared not in classes:
+                raise Refused(f"{path}: {name} names the tolerances {declared!r}; there are {', '.join(classes)}.")
+            obligation["tolerances"] = declared = [dict(row) for row in classes[declared]]
+        cells = [(row["dtype"], row["device"], row["regime"]) for row in declared]
+        if twice := next((cell for cell in cells if cells.count(cell) > 1), None):
+            raise Refused(f"{path}: {name} declares two tolerances for {' / '.join(twice)} (dtype / device / regime).")
     return spec
+
+
+def _rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each dtype and regime that each of the `rows` of a class stands for."""
+    result: list[dict[str, Any]] = []
+    for row in rows:
+        limits = {key: value for key, value in row.items() if key not in ("dtypes", "device", "regimes")}
+        for regime, dtype in itertools.product(row["regimes"], row["dtypes"]):
+            result.append({"dtype": dtype, "device": row.get("device", "any"), "regime": regime, **limits})
+    return result
 
 
 def device_class(device: str) -> str:
