@@ -15,6 +15,9 @@ export OMP_NUM_THREADS ?= 1
 export TINKER_TELEMETRY ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
+# Hooks and `git rebase --exec` set GIT_DIR: nothing that is made here works on the caller's repository.
+unexport $(filter GIT_%,$(.VARIABLES))
+
 # tau-bench retail: what the caller names, else a folder beside the checkout, else what `make data` filled.
 BESIDE := $(wildcard ../shared/tau_bench_retail)
 ifndef PARITYGATE_TAU_BENCH

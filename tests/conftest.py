@@ -18,6 +18,12 @@ import pytest
 from _pytest.assertion import rewrite
 
 ROOT = Path(__file__).resolve().parents[1]
+# No test, and no process that one starts, inherits what points elsewhere: in a hook or `git rebase --exec` GIT_DIR is
+# the caller's repository, TINKER_* name a service that costs money, PYTEST_ADDOPTS steers sessions inside sessions.
+ELSEWHERE = ("GIT_", "TINKER_", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
+for elsewhere in [name for name in os.environ if name.startswith(ELSEWHERE)]:
+    del os.environ[elsewhere]
+os.environ["TINKER_TELEMETRY"] = "0"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: two threads that wait for each other are slower than one
 PREFIX, sys.pycache_prefix = sys.pycache_prefix, os.devnull  # no cached bytecode of what is imported next can exist
 from paritygate import bootstrap  # noqa: E402

@@ -28,7 +28,6 @@ PATIENCE = 240.0
 
 def start(spec: Path, output: Path, data: Path, *options: str) -> "subprocess.Popen[bytes]":
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment.pop("TINKER_BASE_URL", None)
     arguments = [sys.executable, str(RUN), str(spec), str(output), str(data), *options]
     return subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE)
 

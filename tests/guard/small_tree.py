@@ -13,6 +13,7 @@ import pytest
 
 from paritygate.errors import Refused
 from paritygate.receipts import require_parity
+from paritygate.receipts.git import git
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,8 +110,7 @@ class Tree:
     def git(self, *arguments: str) -> str:
         """Output of a git command in the tree."""
         identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-c", "commit.gpgsign=false"]
-        command = ["git", "-C", str(self.root), *identity, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return git(self.root, *identity, *arguments)
 
     def commit(self, message: str = "a change") -> None:
         """Commit everything."""

@@ -2,9 +2,10 @@
 
 import json
 import pprint
-import subprocess
 from pathlib import Path
 from typing import Any
+
+from paritygate.receipts.git import git
 
 RETAIL = Path("tau_bench/envs/retail")
 
@@ -55,8 +56,3 @@ def _task(task: dict[str, Any]) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=4)
-
-
-def git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True)
-    return done.stdout.strip()

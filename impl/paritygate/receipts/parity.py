@@ -11,6 +11,7 @@ from typing import Any
 from paritygate.errors import Refused
 from paritygate.receipts.environment import DECIDING, environment, installed
 from paritygate.receipts.files import canonical, digest, read_canonical, write_atomic
+from paritygate.receipts.git import git
 from paritygate.receipts.subjects import difference, subjects
 from paritygate.spec.losses import device_class, load_losses, required, shortfalls
 
@@ -205,13 +206,8 @@ def version_change(receipt: ParityReceipt, root: Path) -> str | None:
 
 def git_state(root: Path) -> dict[str, Any]:
     """commit and dirty (information only: bytes decide), what runs write left out; both None outside a git checkout."""
-
-    def ask(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=True
-        ).stdout.strip()
-
     try:
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "--", ".", *WRITTEN))}
+        commit = git(root, "rev-parse", "--verify", "HEAD")
+        return {"commit": commit, "dirty": bool(git(root, "status", "--porcelain", "--", ".", *WRITTEN))}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paritygate.errors import Refused
 from paritygate.receipts.files import write_atomic
+from paritygate.receipts.git import git
 from paritygate.receipts.parity import NAME, ParityReceipt, read_parity_receipt
 from paritygate.receipts.subjects import difference, subjects
 
@@ -43,25 +44,16 @@ def rerun_parity(root: Path | str, receipt: ParityReceipt, device: str) -> Parit
 @contextlib.contextmanager
 def clean_worktree(root: Path, tree: Path, environment: dict[str, str]) -> Generator[Path]:
     """A worktree of HEAD at `tree`, without hooks, removed at the end; raises Refused where git cannot make one."""
-    git = ["git", "-C", str(root), "-c", "safe.directory=*", "-c", f"core.hooksPath={os.devnull}"]
-    git += ["-c", "core.autocrlf=false"]
     try:
-        subprocess.run(
-            [*git, "worktree", "add", "--detach", str(tree), "HEAD"],
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
+        git(root, "worktree", "add", "--detach", str(tree), "HEAD", inherited=environment, timeout=600)
+    except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
         raise Refused(f"{root} gives no clean git worktree ({reason}): a full run shows parity of a commit.") from error
     try:
         yield tree
     finally:
-        subprocess.run(
-            [*git, "worktree", "remove", "--force", str(tree)], env=environment, check=False, capture_output=True
-        )
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            git(root, "worktree", "remove", "--force", str(tree), inherited=environment)
 
 
 def run_parity(tree: Path, device: str, seed: str | None, environment: dict[str, str]) -> ParityReceipt:
@@ -71,7 +63,9 @@ def run_parity(tree: Path, device: str, seed: str | None, environment: dict[str,
     if seed is not None:
         command += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-seed={seed}"]
     committed = set(tree.glob("receipts/parity-*.json"))
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     written = [path for path in tree.glob("receipts/parity-*.json") if NAME.fullmatch(path.name)]
     named = [path for path in written if path.name in done.stdout]
     if done.returncode != 0 or len(named) != 1 or named[0] in committed:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paritygate.errors import ParityGateError
+from paritygate.receipts.git import git
 from paritygate.retail import layout
 from paritygate.retail.errors import DataError
 from paritygate.retail.source import BESIDE, ROOT, checked, write
@@ -105,20 +106,15 @@ def _clone(url: str, to: Path, revision: str) -> None:
 
 def _git(folder: Path, *arguments: str) -> None:
     """Run git in a fresh repository of ours, asking nobody for a password; DataError with git's own last line."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    environment |= {"GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"}
-    command = ["git", "-c", "core.autocrlf=false", "-c", "core.hooksPath=/dev/null", *arguments]
     advice = "name a folder that has the data, or another repository, with --from"
     try:
-        subprocess.run(
-            command, cwd=folder, env=environment, check=True, capture_output=True, timeout=CLONE_TIMEOUT_SECONDS
-        )
+        git(folder, *arguments, timeout=CLONE_TIMEOUT_SECONDS)
     except FileNotFoundError as error:
         raise DataError(f"git is not installed, so tau-bench cannot be cloned: {advice}") from error
     except subprocess.TimeoutExpired as error:
         raise DataError(f"git {arguments[0]} took over {CLONE_TIMEOUT_SECONDS} s: {advice}") from error
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        said = str(error.stderr).strip().splitlines() or ["no message"]
         raise DataError(f"git {arguments[0]} failed ({said[-1]}): {advice}") from error
 
 
