@@ -13,7 +13,7 @@ from measure import Run, agree, extra_bytes, interleaved, machine, peer, save, t
 from torch import Tensor
 
 from paritygate.losses import spod
-from paritygate.losses.kernels import compiled
+from paritygate.losses.engines import cpp
 
 TOKENS = 8
 
@@ -123,7 +123,7 @@ def main() -> None:
     large = options.device != "cpu"
     rows, vocabulary = options.rows or (8192 if large else 256), options.vocabulary or (151936 if large else 32768)
     width, dtypes = options.width or (2560 if large else 1024), options.dtypes or ("bfloat16" if large else "float32")
-    print(f"{machine(options.device)}; compiled kernels: {compiled.available() or 'yes'}")
+    print(f"{machine(options.device)}; compiled kernels: {cpp.unavailable() or 'yes'}")
     record: dict[str, Any] = {"machine": machine(options.device), "torch": torch.__version__, "tables": []}
     for dtype in (getattr(torch, name) for name in dtypes.split(",")):
         check(dtype, options.device)

@@ -14,7 +14,7 @@ from measure import Run, agree, extra_bytes, interleaved, machine, peer, peer_fi
 from torch import Tensor
 
 from paritygate.losses import sdpo, spod
-from paritygate.losses.kernels import compiled, cpu
+from paritygate.losses.engines import cpp
 
 TOKENS = 8  # in an action
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -66,11 +66,11 @@ def contestants(data: dict[str, Tensor], buffer: Tensor) -> dict[str, Run]:
         return run
 
     def without_kernel() -> object:
-        serves, cpu.serves = cpu.serves, lambda *_: False
+        serves, cpp.serves = cpp.serves, lambda *_: False
         try:
             return spod.success_preserving_loss_and_grad(**data, out=buffer)[1]
         finally:
-            cpu.serves = serves
+            cpp.serves = serves
 
     runs: dict[str, Run] = {
         "plain autograd": through(lambda: plain(mine)),
@@ -243,7 +243,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = options.rows or (256 if options.device == "cpu" else 8192)
     dtypes = [getattr(torch, name) for name in options.dtypes.split(",")]
-    print(f"{machine(options.device)}; compiled kernels: {compiled.available() or 'yes'}")
+    print(f"{machine(options.device)}; compiled kernels: {cpp.unavailable() or 'yes'}")
     for dtype in dtypes:
         check(32, 4099, dtype, options.device)
     record: dict[str, Any] = {"machine": machine(options.device), "torch": torch.__version__}

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from paritygate.losses import _divergence, _spod_ops, sdpo, spod
-from paritygate.losses.kernels import triton_divergence, triton_rows
+from paritygate.losses import sdpo, spod
+from paritygate.losses.engines.triton import divergence as triton_divergence
+from paritygate.losses.engines.triton import rows as triton_rows
+from paritygate.losses.sdpo import divergence as row_divergence
+from paritygate.losses.spod import rows as row_ops
 from tests.kernels.kernel_batches import batch
 from tests.kernels.test_divergence import sure_student_holds
 from tests.kernels.test_rows import holds, sure_sides_hold
@@ -17,7 +20,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPOD by the interpreted rows, on CPU tensors, in blocks small enough to need several."""
     monkeypatch.setattr(triton_rows, "BLOCK", dict.fromkeys(triton_rows.BLOCK, 128))
-    monkeypatch.setattr(_spod_ops, "engine", lambda *_: triton_rows)
+    monkeypatch.setattr(row_ops, "engine", lambda *_: triton_rows)
     monkeypatch.setattr(triton_divergence, "BLOCK", 128)
 
 
@@ -108,7 +111,7 @@ def test_divergences(
     found = []
     for precise in (True, False):
         engine = None if precise else triton_divergence
-        monkeypatch.setattr(_divergence, "engine", lambda *_, engine=engine: engine)
+        monkeypatch.setattr(row_divergence, "engine", lambda *_, engine=engine: engine)
         leaf = (student.double() if precise else student.clone()).requires_grad_()
         loss = sdpo.logit_loss(leaf, teacher.to(leaf.dtype), mask, divergence=kind, mixture=mixture, validate=precise)
         found.append((float(loss.detach()), torch.autograd.grad(loss, leaf)[0].double()))
@@ -137,7 +140,7 @@ def test_truncated_divergences(
     found = []
     for precise in (True, False):
         engine = None if precise else triton_divergence
-        monkeypatch.setattr(_divergence, "engine", lambda *_, engine=engine: engine)
+        monkeypatch.setattr(row_divergence, "engine", lambda *_, engine=engine: engine)
         leaf = (student.double() if precise else student.clone()).requires_grad_()
         options = {"divergence": kind, "mixture": mixture, "top_k": k, "tail": tail, "validate": precise}
         loss = sdpo.logit_loss(leaf, teacher.to(leaf.dtype), mask, **options)
@@ -187,5 +190,5 @@ def test_two_sides_that_are_sure_of_one_token(sure: float, dtype: torch.dtype) -
 @pytest.mark.parametrize("sure", [4.0, 20.0, 40.0])
 @pytest.mark.parametrize("vocabulary", [3, 300])
 def test_a_sure_student(vocabulary: int, sure: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_divergence, "engine", lambda *_: triton_divergence)
+    monkeypatch.setattr(row_divergence, "engine", lambda *_: triton_divergence)
     sure_student_holds(vocabulary, sure, dtype)

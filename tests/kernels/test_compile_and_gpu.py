@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paritygate.losses import _spod_ops, sdpo, spod
+from paritygate.losses import sdpo, spod
+from paritygate.losses.spod import rows as row_ops
 from tests.counts import SOAK
 from tests.kernels.kernel_batches import batch
 from tests.kernels.test_rows import HALF_ULP, RAGGED, holds
@@ -47,10 +48,10 @@ def test_operators_without_data_have_the_shapes_of_those_with(dtype: torch.dtype
     """What torch.compile plans with; backends that run the operator itself do not notice a mistake in it."""
     student, teacher = torch.zeros(6, 4, dtype=dtype), torch.ones(6, 4, dtype=dtype)
     actions, weights = torch.zeros(6, dtype=torch.int64), torch.ones(6, dtype=torch.float64)
-    known = _spod_ops.statistics(student, teacher, actions)
+    known = row_ops.statistics(student, teacher, actions)
     for operator, given in (
-        (_spod_ops.statistics, (student, teacher, actions)),
-        (_spod_ops.gradient, (student, teacher, actions, known, weights, weights)),
+        (row_ops.statistics, (student, teacher, actions)),
+        (row_ops.gradient, (student, teacher, actions, known, weights, weights)),
     ):
         torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
 

@@ -14,25 +14,26 @@ import torch
 
 from paritygate import bootstrap
 from paritygate.losses import spod
-from paritygate.losses.kernels import compiled, cpu
+from paritygate.losses.engines import cpp
+from paritygate.losses.row_stats import COLUMNS
+from paritygate.native import libraries
 from tests.kernels.kernel_batches import answer, batch
 from tests.kernels.test_rows import holds
 
-FOLDER = Path(compiled.__file__).parent
 NARROW = {"x86-64-v3": 8, "x86-64": 4} if platform.machine() in ("x86_64", "AMD64") else {}
 HALF = [torch.float32, torch.bfloat16, torch.float16]
-needs_compiler = pytest.mark.skipif(compiled.available() is not None, reason=f"no kernels: {compiled.available()}")
+needs_compiler = pytest.mark.skipif(cpp.unavailable() is not None, reason=f"no kernels: {cpp.unavailable()}")
 
 
 def sources() -> dict[str, bytes]:
-    return {name: (FOLDER / name).read_bytes() for name in compiled.SOURCES}
+    return {path.name: path.read_bytes() for path in cpp.SOURCES}
 
 
 @pytest.fixture(scope="module", params=NARROW, ids=str)
 def narrow(request: pytest.FixtureRequest) -> tuple[str, ctypes.CDLL]:
     """The kernels compiled for a machine with less: AVX2, and SSE2 where every conversion is written out."""
-    command = (compiled.compiler()[0], f"-march={request.param}")
-    return request.param, compiled.load(compiled.build(command, sources()))
+    command = (libraries.compiler_command()[0], f"-march={request.param}")
+    return request.param, libraries.open_library(libraries.build(command, sources()))
 
 
 @needs_compiler
@@ -44,7 +45,7 @@ def test_narrower_vectors_hold_too(
     if target == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this machine has no AVX2")
     assert library.paritygate_vector_width() == NARROW[target]
-    monkeypatch.setattr(cpu, "library", lambda: library)
+    monkeypatch.setattr(cpp, "library", lambda: library)
     for vocabulary in (1, 3, 7, 9, 100, 2051):
         for noise in (1e-3, 2.0):
             data = batch([[1, 3], [18], [2]], vocabulary, dtype, noise=noise, sure=3.0)
@@ -64,15 +65,15 @@ def test_every_float16_and_bfloat16_comes_and_goes_exactly(narrow: tuple[str, ct
         logits = everything.view(dtype)[:, None].expand(-1, 2).contiguous()
         logits[:, 1] = 0
         actions = torch.zeros(len(logits), dtype=torch.int64)
-        wide = cpu.statistics(logits, logits, actions)
+        wide = cpp.statistics(logits, logits, actions)
         finite = torch.isfinite(logits[:, 0])
-        column = cpu.COLUMNS.index("student_maximum")
+        column = COLUMNS.index("student_maximum")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cpu, "library", lambda: library)
-            thin = cpu.statistics(logits, logits, actions)
+            patch.setattr(cpp, "library", lambda: library)
+            thin = cpp.statistics(logits, logits, actions)
             rounded = torch.empty_like(logits)
             weights = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64).expand(len(logits), 3)
-            cpu.gradient_(rounded, logits, logits, actions, thin, weights)
+            cpp.gradient_(rounded, logits, logits, actions, thin, weights)
         assert torch.equal(wide[finite, column], thin[finite, column])
         assert torch.equal(thin[finite, column], logits[finite, 0].double().clamp(min=0))
         exact = logits.double().softmax(-1)[finite]
@@ -86,48 +87,48 @@ def test_a_guarded_session_compiles_what_it_has_digested(monkeypatch: pytest.Mon
     given: list[dict[str, bytes]] = []
     monkeypatch.setenv("PARITYGATE_CACHE", str(tmp_path))
     monkeypatch.setattr(bootstrap, "LOADED", {"something": "read"})
-    monkeypatch.setattr(compiled, "build", lambda _, read: given.append(read) or b"made")
-    monkeypatch.setattr(compiled, "load", lambda made: made)
-    assert compiled.library.__wrapped__() == b"made"
+    monkeypatch.setattr(libraries, "build", lambda _, read: given.append(read) or b"made")
+    monkeypatch.setattr(libraries, "open_library", lambda made: made)
+    assert cpp.library.__wrapped__() == b"made"
     assert given == [sources()]
-    for name, source in given[0].items():
-        assert bootstrap.LOADED[os.path.realpath(FOLDER / name)] == hashlib.sha256(source).hexdigest()
+    for path in cpp.SOURCES:
+        assert bootstrap.LOADED[os.path.realpath(path)] == hashlib.sha256(given[0][path.name]).hexdigest()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_this_very_session_is_guarded() -> None:
-    if compiled.available() is None:
-        assert os.path.realpath(FOLDER / "spod.cpp") in bootstrap.LOADED
+    if cpp.unavailable() is None:
+        assert os.path.realpath(cpp.FOLDER / "spod.cpp") in bootstrap.LOADED
 
 
 @needs_compiler
 def test_the_cache_is_believed_for_its_own_bytes_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PARITYGATE_CACHE", str(tmp_path))
-    command, built = compiled.compiler(), []
+    command, built = libraries.compiler_command(), []
 
     def build(*_: object) -> bytes:
         built.append(1)
         return b"a library"
 
-    monkeypatch.setattr(compiled, "build", build)
-    assert compiled.cached(command, sources()) == compiled.cached(command, sources()) == b"a library"
+    monkeypatch.setattr(libraries, "build", build)
+    assert libraries.cached(command, sources()) == libraries.cached(command, sources()) == b"a library"
     assert len(built) == 1
     (file,) = (tmp_path / "kernels").iterdir()
     assert file.name.endswith(f"-{hashlib.sha256(b'a library').hexdigest()}.so")
     file.write_bytes(b"another library")
-    assert compiled.cached(command, sources()) == b"a library"
+    assert libraries.cached(command, sources()) == b"a library"
     changed = {**sources(), "spod.cpp": b"// edited"}
-    compiled.cached(command, changed)
-    compiled.cached((*command, "-g"), sources())
+    libraries.cached(command, changed)
+    libraries.cached((*command, "-g"), sources())
     assert len(built) == 4
 
 
 @pytest.fixture
 def no_library() -> Iterator[None]:
     """`library` asked anew, before and after."""
-    compiled.library.cache_clear()
+    cpp.library.cache_clear()
     yield
-    compiled.library.cache_clear()
+    cpp.library.cache_clear()
 
 
 @pytest.mark.usefixtures("no_library")
@@ -146,10 +147,10 @@ def test_without_a_compiler_torch_answers(
     monkeypatch.delenv("PARITYGATE_KERNELS", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(compiled.Unavailable, match=words):
-        compiled.library()
+    with pytest.raises(libraries.Unavailable, match=words):
+        cpp.library()
     data = batch([[2, 1], [3]], 60, torch.float32)
-    assert not cpu.serves(data["student_logits"], data["teacher_logits"])
+    assert not cpp.serves(data["student_logits"], data["teacher_logits"])
     holds(data, *spod.success_preserving_loss_and_grad(**data))
     own = data["student_logits"].clone()
     spod.success_preserving_loss_and_grad(**{**data, "student_logits": own}, out=own)
@@ -158,8 +159,8 @@ def test_without_a_compiler_torch_answers(
 
 @needs_compiler
 def test_what_does_not_compile_is_told_in_the_compiler_s_words() -> None:
-    with pytest.raises(compiled.Unavailable, match=r"could not compile the kernels: spod\.cpp:1:1: error: "):
-        compiled.build(compiled.compiler(), {"spod.cpp": b"nonsense"})
+    with pytest.raises(libraries.Unavailable, match=r"could not compile the kernels: spod\.cpp:1:1: error: "):
+        libraries.build(libraries.compiler_command(), {"spod.cpp": b"nonsense"})
 
 
 def test_a_process_with_nothing_but_python_still_computes() -> None:
@@ -168,13 +169,14 @@ def test_a_process_with_nothing_but_python_still_computes() -> None:
 import sys; sys.path.insert(0, sys.argv[1])
 import torch
 from paritygate.losses import spod
-from paritygate.losses.kernels import compiled
+from paritygate.losses.engines import cpp
+from paritygate.losses.row_stats import COLUMNS
 x = torch.zeros(1, 3); x[0, 0] = 1; i = torch.zeros(1, dtype=torch.int64)
-print(compiled.available(), float(spod.success_preserving_loss(x, x * 2, i, i, i, torch.tensor([False])).loss))
+print(cpp.unavailable(), float(spod.success_preserving_loss(x, x * 2, i, i, i, torch.tensor([False])).loss))
 """
     environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "PATH", "PARITYGATE_KERNELS")} | {"PATH": ""}
     done = subprocess.run(
-        [sys.executable, "-c", program, str(FOLDER.parents[2])],
+        [sys.executable, "-c", program, str(Path(bootstrap.__file__).parents[1])],
         env=environment, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert done.stdout.startswith("no C++ compiler")

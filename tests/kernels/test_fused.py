@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paritygate.losses import _spod_fused, _spod_ops, _spod_rows, spod
+from paritygate.losses import gate, spod
+from paritygate.losses.spod import fused
+from paritygate.losses.spod import rows as row_ops
 from tests.kernels.kernel_batches import batch
 
 VOCABULARY, WIDTH, TEACHER_WIDTH = 301, 24, 40
@@ -82,7 +84,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
         self.done, self.rows = 0.0, rows
-        logits, product = _spod_fused.Head.logits, _spod_fused.add_product
+        logits, product = fused.Head.logits, fused.add_product
 
         def counted_logits(head: Any, out: Tensor, rows: slice) -> Tensor:
             self.done += out.shape[0] / self.rows
@@ -92,8 +94,8 @@ class Counted:
             self.done += 2 * hidden.shape[0] / self.rows  # dH has as many rows
             product(total, gradient, hidden, first)
 
-        monkeypatch.setattr(_spod_fused.Head, "logits", counted_logits)
-        monkeypatch.setattr(_spod_fused, "add_product", counted_product)
+        monkeypatch.setattr(fused.Head, "logits", counted_logits)
+        monkeypatch.setattr(fused, "add_product", counted_product)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_an_early_exit_reads_less_of_the_teacher(monkeypatch: pytest.MonkeyPatch
     student, teacher, rest = heads(torch.float32, 40.0)
     rest["success"][:] = True
     rows = 0
-    scatter, logits = _spod_fused.Fused._scatter_teacher, _spod_fused.Head.logits
+    scatter, logits = fused.Fused._scatter_teacher, fused.Head.logits
 
     def counted_scatter(self: Any, span: slice, q: Tensor, logprobs: Tensor, chosen: Tensor) -> None:
         nonlocal rows
@@ -133,8 +135,8 @@ def test_an_early_exit_reads_less_of_the_teacher(monkeypatch: pytest.MonkeyPatch
         rows += out.shape[0] if head.hidden.shape[1] == TEACHER_WIDTH else 0
         return logits(head, out, span)
 
-    monkeypatch.setattr(_spod_fused.Fused, "_scatter_teacher", counted_scatter)
-    monkeypatch.setattr(_spod_fused.Head, "logits", counted_logits)
+    monkeypatch.setattr(fused.Fused, "_scatter_teacher", counted_scatter)
+    monkeypatch.setattr(fused.Head, "logits", counted_logits)
     spod.fused_linear_success_preserving_loss(*student, *teacher, **rest, chunk_tokens=24, exact_teacher_logprob=False)
     assert 0 < rows <= 0.7 * len(rest["actions"])
 
@@ -207,14 +209,14 @@ def test_memory_is_used_again_only_when_nobody_has_it() -> None:
     assert (view == copies[1].numpy()[3:]).all()
     del view, others
     again = gradients()
-    assert again[1].data_ptr() in {pages_at(x) for x in _spod_fused._kept}
+    assert again[1].data_ptr() in {pages_at(x) for x in fused._kept}
     assert all(torch.equal(a, b) for a, b in zip(again, copies, strict=True))
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: gradients(), range(12)):
             assert all(torch.equal(a, b) for a, b in zip(found, copies, strict=True))
     del again, found
     gradients()
-    assert len(_spod_fused._kept) <= _spod_fused.KEPT, "the memory of one evaluation, however many there were"
+    assert len(fused._kept) <= fused.KEPT, "the memory of one evaluation, however many there were"
 
 
 def pages_at(pages: mmap.mmap) -> int:
@@ -226,13 +228,13 @@ def test_no_tile_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of N x V entries is ever made: every operator that sees logits sees a chunk of them."""
     student, teacher, rest = heads(torch.float32)
     seen: list[int] = []
-    statistics = _spod_ops.statistics
+    statistics = row_ops.statistics
 
     def watched(p: Tensor, q: Tensor, actions: Tensor) -> Tensor:
         seen.append(p.shape[0])
         return statistics(p, q, actions)
 
-    monkeypatch.setattr(_spod_ops, "statistics", watched)
+    monkeypatch.setattr(row_ops, "statistics", watched)
     spod.fused_linear_success_preserving_loss(*student, *teacher, **rest, chunk_tokens=8)
     assert max(seen) <= 8
     assert sum(seen) == len(rest["actions"])
@@ -254,7 +256,7 @@ def test_no_tile_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_chunks_are_whole_actions_and_full(tokens: list[int], long_may_open: bool, spans: list[Any]) -> None:
     """At most 4 rows: first and last row, first and last action of each chunk; a longer action is cut or alone."""
-    found = _spod_rows.plan(tokens, [long_may_open] * len(tokens), 4)
+    found = gate.plan(tokens, [long_may_open] * len(tokens), 4)
     assert [(x.rows.start, x.rows.stop, x.actions.start, x.actions.stop) for x in found] == spans
 
 
@@ -270,7 +272,7 @@ def test_chunks_are_whole_actions_and_full(tokens: list[int], long_may_open: boo
     ],
 )
 def test_a_chunk_has_32_mib_of_logits_and_16_rows_at_least(vocabulary: int, dtype: torch.dtype, rows: int) -> None:
-    assert _spod_fused.chunk_rows(vocabulary, dtype) == rows
+    assert fused.chunk_rows(vocabulary, dtype) == rows
 
 
 class Products(TorchDispatchMode):
@@ -291,11 +293,11 @@ def test_half_precision_is_added_a_slice_of_the_vocabulary_at_a_time(
     tile: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TILE bytes of the product at once; whole numbers, so that every order of addition gives the same."""
-    monkeypatch.setattr(_spod_fused, "TILE", tile)
+    monkeypatch.setattr(fused, "TILE", tile)
     gradient, hidden = torch.arange(48).view(4, 12) % 5 - 2, torch.arange(12).view(4, 3) % 7 - 3
     total = torch.ones(12, 3)
     with Products() as seen:
-        _spod_fused.add_product(total, gradient.bfloat16(), hidden.bfloat16(), False)
+        fused.add_product(total, gradient.bfloat16(), hidden.bfloat16(), False)
     assert torch.equal(total, 1.0 + gradient.t() @ hidden)
     assert seen.rows == rows
 

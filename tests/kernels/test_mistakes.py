@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from paritygate.losses import spod
-from paritygate.losses.kernels import compiled, cpu
+from paritygate.losses import sdpo, spod
+from paritygate.losses.engines import cpp
+from paritygate.native import libraries
 from paritygate_reference import sdpo as reference
 from tests.kernels.kernel_batches import batch
 from tests.kernels.test_compiled import sources
@@ -55,7 +56,7 @@ def library() -> ctypes.CDLL:
         assert texts[file].count(right) == 1, f"{file} holds the text to edit {texts[file].count(right)} times: {right}"
         texts[file] = texts[file].replace(right, f"(mistake == {number} ? ({wrong}) : ({right}))")
     units = {name: re.sub(r"\n    if \(x->dtype == [12]\)[^\n]*", "", text).encode() for name, text in texts.items()}
-    return compiled.load(compiled.build((compiled.compiler()[0], "-O0"), units))
+    return libraries.open_library(libraries.build((libraries.compiler_command()[0], "-O0"), units))
 
 
 def spod_holds() -> None:
@@ -75,7 +76,7 @@ def spod_holds() -> None:
 
 def divergences_hold(ks: tuple[int | None, ...]) -> None:
     """Each divergence against the reference, with ties; a top k whose tail is under the cap."""
-    for kind, k in ((kind, k) for kind in cpu.KINDS for k in ks):
+    for kind, k in ((kind, k) for kind in sdpo.DIVERGENCES for k in ks):
         student, teacher, mask = logits(67, torch.float32)
         student, teacher = student.round(), teacher - student.round()
         student[0, 0, :3] += 60
@@ -98,7 +99,7 @@ COMPARISONS = {
 @pytest.mark.parametrize("name", [None, *MISTAKES])
 def test_the_comparison_goes_red(name: str | None, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """... with a mistake, and is green without one."""
-    monkeypatch.setattr(cpu, "library", lambda: library)
+    monkeypatch.setattr(cpp, "library", lambda: library)
     chosen = ctypes.c_int.in_dll(library, "mistake")
     if name is None:
         chosen.value = 0

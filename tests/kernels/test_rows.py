@@ -12,15 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from paritygate.losses import _spod_ops, spod
-from paritygate.losses.kernels import compiled, cpu, torch_rows
+from paritygate.losses import spod
+from paritygate.losses.engines import cpp, float32
+from paritygate.losses.row_stats import COLUMNS
+from paritygate.losses.spod import rows as row_ops
 from tests.kernels.kernel_batches import answer, batch
 
 HALF_ULP = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 5e-4}
 DTYPES = pytest.mark.parametrize("dtype", HALF_ULP, ids=str)
 RAGGED = [[1, 3, 2], [17], [40, 5], [1, 1], [2, 16, 1]]
 
-needs_compiler = pytest.mark.skipif(compiled.available() is not None, reason=f"no kernels: {compiled.available()}")
+needs_compiler = pytest.mark.skipif(cpp.unavailable() is not None, reason=f"no kernels: {cpp.unavailable()}")
 ENGINES = ["torch", pytest.param("compiled", marks=needs_compiler)]
 
 
@@ -28,11 +30,11 @@ ENGINES = ["torch", pytest.param("compiled", marks=needs_compiler)]
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The rows under test: what there is without a compiler too."""
     if request.param == "compiled":
-        return cpu
-    monkeypatch.setattr(cpu, "serves", lambda *_: False)
+        return cpp
+    monkeypatch.setattr(cpp, "serves", lambda *_: False)
     for size in ("BLOCK", "PIECE"):  # several blocks, and actions that none holds
-        monkeypatch.setattr(torch_rows, size, {"BLOCK": 4096, "PIECE": 1024}[size])
-    return torch_rows
+        monkeypatch.setattr(float32, size, {"BLOCK": 4096, "PIECE": 1024}[size])
+    return float32
 
 
 @contextmanager
@@ -173,7 +175,7 @@ def test_mass_too_small_for_float32_is_still_mass(rows: ModuleType) -> None:
     """exp(-200) is no float32, but it is teacher mass; exp(-131008) is none in float64 either."""
     student, teacher = torch.zeros(2, 4), torch.tensor([[0.0, 0, 0, -200], [0, 0, 0, -131008]])
     student[:, 3] = -math.inf
-    kl = rows.statistics(student, teacher, torch.zeros(2, dtype=torch.int64))[:, cpu.COLUMNS.index("kl")]
+    kl = rows.statistics(student, teacher, torch.zeros(2, dtype=torch.int64))[:, COLUMNS.index("kl")]
     assert kl[0] == math.inf
     assert kl[1] == pytest.approx(0.0, abs=1e-7)
 
@@ -292,7 +294,7 @@ def test_the_gradient_is_differentiable_where_asked() -> None:
 def test_mixed_dtypes_and_float64_are_torch_s(dtype: torch.dtype) -> None:
     data = batch([[2, 1], [2]], 50, dtype)
     data["teacher_logits"] = data["teacher_logits"].double()
-    assert _spod_ops.engine(data["student_logits"], data["teacher_logits"]) is None
+    assert row_ops.engine(data["student_logits"], data["teacher_logits"]) is None
     holds(data, *spod.success_preserving_loss_and_grad(**data))
 
 
@@ -336,7 +338,7 @@ def test_one_entry_that_makes_the_whole_divergence(vocabulary: int, below: float
     data["student_logits"], data["teacher_logits"], data["success"][:] = student, teacher, False
     result, _ = spod.success_preserving_loss_and_grad(**data)
     expected, _ = answer(data)
-    lost = 2.0**-23 * (below + 2) if rows is torch_rows else 0.0
+    lost = 2.0**-23 * (below + 2) if rows is float32 else 0.0
     np.testing.assert_allclose(result.kl.double().numpy(), expected.kl, rtol=2.5e-7 + lost, atol=1e-7)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from paritygate.losses.kernels import cpu
+import paritygate
 from tests.counts import SOAK
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-SOURCE = Path(cpu.__file__).with_name("triton_rows.py")
+IMPL = Path(paritygate.__file__).parents[1]
 
 
 def test_interpreted_against_the_reference() -> None:
@@ -41,7 +41,8 @@ import triton.backends.nvidia as nvidia
 from triton import compile as compile_for
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paritygate.losses.kernels import triton_divergence, triton_rows
+from paritygate.losses.engines.triton import divergence as triton_divergence
+from paritygate.losses.engines.triton import rows as triton_rows
 
 LOGITS = {"p_ptr", "q_ptr", "out_ptr"}
 def kind(name, kernel, dtype):
@@ -74,7 +75,7 @@ def test_compiles_for_ampere_hopper_and_blackwell_without_spills() -> None:
     dtypes = ["fp32", "bf16", "fp16"] if SOAK else ["bf16"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(SOURCE.parents[3]), *map(json.dumps, ([80, 90, 100], dtypes, KERNELS))],
+        [sys.executable, "-c", COMPILE, str(IMPL), *map(json.dumps, ([80, 90, 100], dtypes, KERNELS))],
         capture_output=True, text=True, timeout=600, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

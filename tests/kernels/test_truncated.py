@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paritygate.losses import _divergence, sdpo
-from paritygate.losses.kernels import cpu
+from paritygate.losses import sdpo
+from paritygate.losses.engines import cpp
+from paritygate.losses.sdpo import divergence as row_divergence
 from paritygate_reference import sdpo as reference
 from tests.kernels.test_divergence import DTYPES, KINDS, ULP, both, logits
 from tests.kernels.test_rows import layouts, needs_compiler, threads
@@ -23,7 +24,7 @@ SIZES = [(1, 1), (2, 1), (3, 3), (17, 5), (33, 33), (127, 128 - 1), (130, 100), 
 def holds(student: Tensor, teacher: Tensor, mask: Tensor, **options: Any) -> None:
     """Value and gradient are those of float64 logits, by torch: to the tolerances of spec/losses.json."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_divergence, "engine", lambda *_: None)
+        patch.setattr(row_divergence, "engine", lambda *_: None)
         exact, slope = both(student.double(), teacher.double(), mask, **options)
     loss, gradient = both(student, teacher, mask, **options)
     assert float(loss) == pytest.approx(float(exact), rel=1e-6, abs=1e-12)
@@ -40,7 +41,7 @@ def holds(student: Tensor, teacher: Tensor, mask: Tensor, **options: Any) -> Non
 def test_any_vocabulary_and_any_k(noise: float, tail: bool, kind: str, mixture: float, dtype: torch.dtype) -> None:
     for vocabulary, k in SIZES:
         student, teacher, mask = logits(vocabulary, dtype, noise)
-        assert _divergence.engine(student.flatten(0, 1), teacher.flatten(0, 1)) is cpu
+        assert row_divergence.engine(student.flatten(0, 1), teacher.flatten(0, 1)) is cpp
         holds(student, teacher, mask, kind=kind, mixture=mixture, top_k=k, tail=tail)
 
 
@@ -62,7 +63,7 @@ def test_against_the_reference(tail: bool, kind: str, mixture: float, dtype: tor
 def chosen(student: Tensor, k: int) -> list[list[int]]:
     """The indices that the kernel keeps of each row."""
     read = torch.ones(len(student), dtype=torch.bool)
-    return cpu.divergence(student, student, read, "forward_kl", 0.5, k)[1][1].tolist()
+    return cpp.divergence(student, student, read, "forward_kl", 0.5, k)[1][1].tolist()
 
 
 @DTYPES
@@ -120,7 +121,7 @@ def test_both_ends_of_float16(tail: bool, kind: str, mixture: float, dtype: torc
         student, teacher = (values[torch.randint(0, 5, (1, 3, 19), generator=generator)].to(dtype) for _ in range(2))
         for k in (1, 5, 19):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_divergence, "engine", lambda *_: None)
+                patch.setattr(row_divergence, "engine", lambda *_: None)
                 mask = torch.ones(1, 3, dtype=torch.bool)
                 exact, slope = both(student.double(), teacher.double(), mask, kind, mixture, top_k=k, tail=tail)
             loss, gradient = both(student, teacher, mask, kind, mixture, top_k=k, tail=tail)
@@ -137,12 +138,12 @@ def test_masked_rows_may_hold_anything(tail: bool, dtype: torch.dtype) -> None:
     read[4] = read[7] = False
     spoiled = student.clone()
     spoiled[4], spoiled[7] = math.nan, math.inf
-    for kind in cpu.KINDS:
-        values, known = cpu.divergence(student, teacher, read, kind, 0.5, 9, tail)
-        other, known_other = cpu.divergence(spoiled, teacher, read, kind, 0.5, 9, tail)
+    for kind in sdpo.DIVERGENCES:
+        values, known = cpp.divergence(student, teacher, read, kind, 0.5, 9, tail)
+        other, known_other = cpp.divergence(spoiled, teacher, read, kind, 0.5, 9, tail)
         assert torch.equal(values, other)
         gradients = [
-            cpu.divergence_gradient(x, teacher, read, kind, 0.5, k, scale, tail)
+            cpp.divergence_gradient(x, teacher, read, kind, 0.5, k, scale, tail)
             for x, k in ((student, known), (spoiled, known_other))
         ]
         assert torch.equal(*gradients)
@@ -153,14 +154,14 @@ def test_masked_rows_may_hold_anything(tail: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_bad_row_that_is_not_validated_is_nan(side: int, value: float | None, dtype: torch.dtype) -> None:
-    for kind, k in itertools.product(cpu.KINDS, (1, 20, 90)):
+    for kind, k in itertools.product(sdpo.DIVERGENCES, (1, 20, 90)):
         pair = [x.flatten(0, 1).clone() for x in logits(90, dtype)[:2]]
         pair[side][2] = -math.inf if value is None else pair[side][2]
         pair[side][2, 80] = -math.inf if value is None else value
-        values, known = cpu.divergence(*pair, torch.ones(10, dtype=torch.bool), kind, 0.5, k)
+        values, known = cpp.divergence(*pair, torch.ones(10, dtype=torch.bool), kind, 0.5, k)
         assert values.isnan().nonzero().flatten().tolist() == [2]
         everything = torch.ones(10, dtype=torch.float64)
-        gradient = cpu.divergence_gradient(*pair, everything.bool(), kind, 0.5, known, everything)
+        gradient = cpp.divergence_gradient(*pair, everything.bool(), kind, 0.5, known, everything)
         assert torch.isfinite(gradient[[0, 1, 3]]).all()
 
 
@@ -172,8 +173,8 @@ def test_thread_counts_and_layouts_change_no_bit(tail: bool, kind: str, mixture:
     read, scale = torch.ones(10, dtype=torch.bool), torch.linspace(0.1, 1, 10).double()
 
     def run(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        values, known = cpu.divergence(p, q, read, kind, mixture, 50, tail)
-        return values, cpu.divergence_gradient(p, q, read, kind, mixture, known, scale, tail)
+        values, known = cpp.divergence(p, q, read, kind, mixture, 50, tail)
+        return values, cpp.divergence_gradient(p, q, read, kind, mixture, known, scale, tail)
 
     with threads(1):
         expected = run(student, teacher)

@@ -3,7 +3,7 @@
 from tests.mutants.catalogue_logit import LOGITS
 from tests.mutants.catalogue_sdpo import ADVANTAGES
 from tests.mutants.catalogue_spod import SPOD
-from tests.mutants.mutant import DIVERGENCE, LEVELS, one
+from tests.mutants.mutant import BUCKETS, GATE, one
 
 AVERAGES = (
     one(
@@ -209,7 +209,7 @@ HARMLESS = (
         "kl-swap-claimed",
         "claimed of TRL #4935 as a swapped KL, where it was right: the same divergence under another name",
         "sdpo",
-        DIVERGENCE,
+        BUCKETS,
         'if options.divergence == "reverse_kl":\n        return kl_divergence(p.log, q.log)',
         'student, teacher = p.log, q.log\n    if options.divergence == "reverse_kl":\n'
         "        return kl_divergence(student, teacher)",
@@ -218,7 +218,7 @@ HARMLESS = (
         "chunks-of-one-row",
         "float64 blocks of a single row",
         "sdpo",
-        "_distributions.py",
+        "numerics.py",
         "CHUNK = 1 << 21",
         "CHUNK = 1",
     ),
@@ -226,15 +226,15 @@ HARMLESS = (
         "gate-differentiated",
         "the gate left attached to the graph: piecewise constant, so its gradient is 0 almost everywhere",
         "spod",
-        LEVELS,
-        "gate = success & (rows.sum_by(row_teacher - row_student, tokens) < 0)",
-        "soft = rows.sum_by(row_teacher - row_student, tokens)\n    gate = success & ((soft.sign() * 1.0) < 0)",
+        GATE,
+        "gate = success & (sum_by(row_teacher - row_student, tokens) < 0)",
+        "soft = sum_by(row_teacher - row_student, tokens)\n    gate = success & ((soft.sign() * 1.0) < 0)",
     ),
     one(
         "spod-chunks-of-one-row",
         "float64 blocks of a single row",
         "spod",
-        "_distributions.py",
+        "numerics.py",
         "CHUNK = 1 << 21",
         "CHUNK = 1",
     ),
@@ -242,9 +242,9 @@ HARMLESS = (
         "gate-of-the-mean",
         "the gate on mean log-probabilities: n > 0 turns no sign",
         "spod",
-        LEVELS,
-        "(rows.sum_by(row_teacher - row_student, tokens) < 0)",
-        "(rows.sum_by(row_teacher - row_student, tokens) / tokens < 0)",
+        GATE,
+        "(sum_by(row_teacher - row_student, tokens) < 0)",
+        "(sum_by(row_teacher - row_student, tokens) / tokens < 0)",
     ),
 )
 

@@ -21,4 +21,5 @@ def one(name: str, mistake: str, obligation: str, file: str, old: str, new: str)
     return Mutant(name, mistake, obligation, ((file, old, new),))
 
 
-LEVELS, ROWS, LOGIT, DIVERGENCE = "_spod_levels.py", "_spod_rows.py", "_logit_level.py", "_divergence.py"
+GATE, LEVELS, ROWS = "gate.py", "spod/levels.py", "engines/float64.py"
+BUCKETS, DIVERGENCE, LOGIT, TEACHERS = "buckets.py", "sdpo/divergence.py", "sdpo/logit_level.py", "sdpo/teachers.py"

@@ -249,7 +249,7 @@ def hold(site: Site, source: str, names: Sequence[str], loaded: Any, answers: An
                 given, tests = load(Path(folder))
             else:
                 given, tests = loaded
-                module = sys.modules[f"paritygate.losses.{site.file.removesuffix('.py')}"]
+                module = sys.modules[f"paritygate.losses.{site.file.removesuffix('.py').replace('/', '.')}"]
                 fresh = {"__name__": module.__name__, "__package__": module.__package__, "__file__": module.__file__}
                 exec(compile(source, str(module.__file__), "exec"), fresh)
                 graft(vars(module), fresh, module.__name__)

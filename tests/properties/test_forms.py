@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from paritygate.losses import _distributions, _spod_fused, _spod_ops, grpo, policy_gradient, sdpo, spod
+from paritygate.losses import grpo, numerics, policy_gradient, sdpo, spod
+from paritygate.losses.spod import fused
+from paritygate.losses.spod import rows as row_ops
 from paritygate_reference import sdpo as reference
 from paritygate_reference import spod as spod_reference
 from tests import oracle
@@ -224,19 +226,19 @@ def test_padded_spod_of_shapes_that_do_not_fit(place: tuple[int, ...], shape: tu
 )
 def test_blocks_in_float64_hold_two_million_entries(rows: int, vocabulary: int, bounds: list[tuple[int, int]]) -> None:
     """Of rows that are wider, one at a time."""
-    assert list(_distributions.chunk_rows(torch.empty(rows, vocabulary, device="meta"))) == bounds
+    assert list(numerics.chunk_rows(torch.empty(rows, vocabulary, device="meta"))) == bounds
 
 
 def test_a_fused_chunk_is_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default TILE bytes of logits are held: 16 rows of a vocabulary of 1000, where a width of 2 would allow all."""
-    monkeypatch.setattr(_spod_fused, "TILE", 20 * 1000 * 8)
-    statistics, seen = _spod_ops.statistics, []
+    monkeypatch.setattr(fused, "TILE", 20 * 1000 * 8)
+    statistics, seen = row_ops.statistics, []
 
     def watched(p: torch.Tensor, q: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         seen.append(p.shape[0])
         return statistics(p, q, actions)
 
-    monkeypatch.setattr(_spod_ops, "statistics", watched)
+    monkeypatch.setattr(row_ops, "statistics", watched)
     pair = normal(50, 2), normal(1000, 2, seed=1), normal(50, 300, seed=2), normal(1000, 300, seed=3)
     rows = torch.arange(50)
     spod.fused_linear_success_preserving_loss(*pair, rows, rows, torch.zeros_like(rows), torch.tensor([True]))
@@ -278,7 +280,7 @@ def test_a_kl_has_its_digits_on_both_sides_of_the_series(gap: float) -> None:
 def test_the_series_of_a_kl_to_its_last_coefficient(gap: int) -> None:
     """One entry, its two logarithms exact in binary: a (d - 1 + exp(-d)), half a d^2, keeps its digits."""
     d = gap / 8192
-    term = _distributions.kl_divergence(torch.tensor([[-0.5]]).double(), torch.tensor([[-0.5 - d]]).double())
+    term = numerics.kl_divergence(torch.tensor([[-0.5]]).double(), torch.tensor([[-0.5 - d]]).double())
     exact = mpmath.exp(mpmath.mpf(-0.5)) * (mpmath.mpf(d) - 1 + mpmath.exp(-mpmath.mpf(d)))
     assert term.item() == pytest.approx(float(exact), rel=1e-14, abs=0.0)
 

@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from paritygate.losses.kernels import compiled
+from paritygate.losses.engines import cpp
+from paritygate.native import libraries
 from paritygate.server.model.attention import stable_rows
 from paritygate.server.model.products import (
     FrozenLinear,
@@ -69,11 +70,11 @@ def test_linear_layers_are_right_and_keep_a_rows_bits(inputs: int, outputs: int,
 def test_a_compiler_that_is_there_builds_the_kernels() -> None:
     """A source with a mistake must not pass for a machine without a compiler, whose tests are skipped."""
     try:
-        found = bool(compiled.compiler())
-    except compiled.Unavailable:
+        found = bool(libraries.compiler_command())
+    except libraries.Unavailable:
         found = False
     wanted = found and os.environ.get("PARITYGATE_KERNELS") != "off"
-    assert (available(), compiled.available() is None) == (wanted, wanted)
+    assert (available(), cpp.unavailable() is None) == (wanted, wanted)
 
 
 @pytest.mark.skipif(least_rows(torch.float32) != 1, reason="no compiler here")

@@ -55,7 +55,7 @@ def test_the_artifact_says_what_ran_and_what_came_out(spec: Synthetic, tmp_path:
     assert not any("success_rate" in key or "accuracy" in key for key in facts["results"][0]["updates"][0])
     for name, digest in facts["sha256"].items():
         assert hashlib.sha256((ROOT / name).read_bytes()).hexdigest() == digest
-    assert {"impl/run.py", "impl/paritygate/losses/spod.py", "impl/paritygate/synthetic/training.py"} <= set(
+    assert {"impl/run.py", "impl/paritygate/losses/spod/packed.py", "impl/paritygate/synthetic/training.py"} <= set(
         facts["sha256"]
     )
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import result_dtype
+from .checks import result_dtype
 
 
 def three_level_mean(values: Tensor, action_index: Tensor, episode_index: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import refuse_where
+from .checks import refuse_where
 
 
 def group_mean_advantage(rewards: Tensor | Sequence[float]) -> Tensor:

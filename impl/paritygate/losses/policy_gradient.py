@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import as_float, refuse_where, result_dtype, same_shape
+from .checks import as_float, refuse_where, result_dtype, same_shape
 
 
 def importance_sampling_loss(

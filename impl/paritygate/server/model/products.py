@@ -6,8 +6,6 @@ The kernels give a row the same bits in any company and at any number of threads
 
 import ctypes
 import functools
-import hashlib
-import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,29 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paritygate import bootstrap
-from paritygate.losses.kernels import compiled
-from paritygate.losses.kernels.compiled import Unavailable
+from paritygate import native
 
-_HERE = Path(__file__).parent
-SOURCES = (Path(compiled.__file__).parent / "vector.hpp", _HERE / "products.cpp")
+SOURCES = (native.VECTOR_HPP, Path(__file__).with_name("products.cpp"))
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels, built at the first call; raises Unavailable where there is no compiler.
-
-    Source: as losses/kernels/compiled.py builds and caches the kernels of the losses.
-    """
-    if os.environ.get("PARITYGATE_KERNELS") == "off":
-        raise Unavailable("PARITYGATE_KERNELS=off")
-    sources = {path.name: path.read_bytes() for path in SOURCES}
-    command = compiled.compiler()
-    if bootstrap.LOADED:
-        for path in SOURCES:
-            bootstrap.LOADED[os.path.realpath(path)] = hashlib.sha256(sources[path.name]).hexdigest()
-        return compiled.load(compiled.build(command, sources))
-    return compiled.load(compiled.cached(command, sources))
+    """The compiled kernels, built at the first call; raises native.Unavailable where there is no compiler."""
+    return native.load(*SOURCES)
 
 
 @functools.cache
@@ -46,7 +30,7 @@ def available() -> bool:
     """Whether the kernels can be used here."""
     try:
         library()
-    except Unavailable:
+    except native.Unavailable:
         return False
     return True
 

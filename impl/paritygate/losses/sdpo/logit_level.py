@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ._checks import as_float, as_mask, place, refuse_where, result_dtype, rows_are_distributions, same_shape
-from ._divergence import Options, RowDivergence, engine
+from ..buckets import DIVERGENCES, Options
+from ..checks import as_float, as_mask, place, refuse_where, result_dtype, rows_are_distributions, same_shape
+from .divergence import RowDivergence, engine
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "token_sum")
 
 

@@ -13,8 +13,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .. import _spod_rows as float64
-from .cpu import COLUMNS, DTYPES, PLAIN
+from .. import gate
+from ..row_stats import COLUMNS
+from . import float64
+from .base import DTYPES, PLAIN
 
 Task = TypeVar("Task")
 BLOCK = 5 << 18  # entries whose exponentials are kept: three buffers of float32 stay in a last-level cache
@@ -110,7 +112,7 @@ class Block:
             return math.nan  # there may be teacher mass that float32 cannot hold
         return apart.mul_(q).nan_to_num_(0.0, math.inf, -math.inf).sum(dtype=torch.float64)
 
-    def differentiate(self, out: Tensor, known: Tensor, actions: Tensor, weights: float64.Weights) -> None:
+    def differentiate(self, out: Tensor, known: Tensor, actions: Tensor, weights: gate.Weights) -> None:
         """`kl (p - q) + floor (p - onehot)` into `out` (n, V), of the rows in the buffers."""
         n, v = out.shape
         of_kl, of_floor = weights
@@ -226,7 +228,7 @@ def gradient_(
     """
 
     def differentiate(block: Block, own: slice) -> None:
-        weights = float64.Weights(coefficients[own, 1], coefficients[own, 2])
+        weights = gate.Weights(coefficients[own, 1], coefficients[own, 2])
         if any(bool(x.any()) for x in weights):
             block.read(student[own], teacher[own], add_up=False)
         block.differentiate(out[own], rows[own], actions[own], weights)
@@ -250,30 +252,28 @@ def statistics_and_gradient_(
     tau0: float,
     floor_weight: float,
 ) -> Tensor:
-    """As `cpu.statistics_and_gradient_`: rows are read once, but for a successful action that no block holds whole."""
-    from .._spod_levels import Levels, parts_of
-
+    """As `cpp.statistics_and_gradient_`: rows are read once, but for a successful action that no block holds whole."""
     count, most = len(student), rows_of(student, BLOCK)
     known = torch.empty(count, len(COLUMNS), dtype=torch.float64)
-    given = float64.Weights(*(torch.zeros(count, dtype=torch.float64) for _ in range(2)))
+    given = gate.Weights(*(torch.zeros(count, dtype=torch.float64) for _ in range(2)))
 
-    def both(block: Block, span: float64.Span) -> None:
+    def both(block: Block, span: gate.Span) -> None:
         rows, own = span
         pieces = [slice(i, min(i + most, rows.stop)) for i in range(rows.start, rows.stop, most)]
         for piece in pieces:
             known[piece] = block.measure(student[piece], teacher[piece], actions[piece])
-        levels = Levels(tokens[own], success[own], weights[own])
+        levels = gate.Levels(tokens[own], success[own], weights[own])
         if rows.stop - rows.start < int(levels.tokens.sum()):  # a piece of an action whose gate cannot open
             given.kl[rows] = levels.weights
         else:
-            parts = parts_of(known[rows], levels, tau0, floor_weight)
+            parts = gate.parts_of(known[rows], levels, tau0, floor_weight)
             given.kl[rows] = parts.of_kl.repeat_interleave(levels.tokens)
             given.floor[rows] = parts.of_floor.repeat_interleave(levels.tokens)
         for piece in pieces:
-            weighted = float64.Weights(given.kl[piece], given.floor[piece])
+            weighted = gate.Weights(given.kl[piece], given.floor[piece])
             if len(pieces) > 1 and any(bool(x.any()) for x in weighted):
                 block.read(student[piece], teacher[piece], add_up=False)
             block.differentiate(out[piece], known[piece], actions[piece], weighted)
 
-    share(float64.plan(tokens.tolist(), success.tolist(), most), lambda: Block(student, BLOCK), both)
+    share(gate.plan(tokens.tolist(), success.tolist(), most), lambda: Block(student, BLOCK), both)
     return known

@@ -5,22 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _spod_ops as ops
-from . import _spod_rows as rows
-from ._checks import as_mask, result_dtype
-from ._spod_fused import FusedSpod, Head, chunk_rows
-from ._spod_levels import Batch, SpodLoss, check_batch, combine, levels_of
-from ._spod_service import SpodWeights, success_preserving_weights
-
-__all__ = [
-    "SpodLoss",
-    "SpodWeights",
-    "fused_linear_success_preserving_loss",
-    "success_preserving_loss",
-    "success_preserving_loss_and_grad",
-    "success_preserving_loss_padded",
-    "success_preserving_weights",
-]
+from ..checks import as_mask, result_dtype
+from ..engines import float64
+from ..gate import Weights
+from . import rows
+from .fused import FusedSpod, Head, chunk_rows
+from .levels import Batch, SpodLoss, check_batch, combine, levels_of
 
 
 def success_preserving_loss(
@@ -76,16 +66,16 @@ def success_preserving_loss_and_grad(
         )
     with torch.no_grad():
         levels = levels_of(batch)
-        known = ops.statistics_and_gradient_(
+        known = rows.statistics_and_gradient_(
             out.detach(), student, teacher, actions, levels.tokens, levels.success, levels.weights, tau0, floor_weight
         )
         fresh = known is None
-        known = ops.statistics(student, teacher, actions) if fresh else known
+        known = rows.statistics(student, teacher, actions) if fresh else known
         if validate:
-            ops.refuse_unusable(known, "spod")
+            rows.refuse_unusable(known, "spod")
         result, weights = combine(known, batch, levels, result_dtype(student))
         if fresh:
-            ops.gradient_(out.detach(), student, teacher, actions, known, weights)
+            rows.gradient_(out.detach(), student, teacher, actions, known, weights)
     return result, out
 
 
@@ -157,9 +147,9 @@ class _Spod(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, batch: Batch, validate: bool) -> SpodLoss:
-        known = ops.statistics(student, teacher, batch.actions)
+        known = rows.statistics(student, teacher, batch.actions)
         if validate:
-            ops.refuse_unusable(known, "spod")
+            rows.refuse_unusable(known, "spod")
         result, weights = combine(known, batch, levels_of(batch), result_dtype(student))
         ctx.save_for_backward(student, teacher, batch.actions, known, *weights)
         ctx.mark_non_differentiable(*result[1:])
@@ -170,9 +160,9 @@ class _Spod(torch.autograd.Function):
         student, teacher, actions, known, kl, floor = ctx.saved_tensors
         scale = grad_loss.double()
         if torch.is_grad_enabled():
-            gradient = rows.gradient(student, teacher, actions, rows.Weights(kl * scale, floor * scale))
+            gradient = float64.gradient(student, teacher, actions, Weights(kl * scale, floor * scale))
         else:
-            gradient = ops.gradient(student, teacher, actions, known, kl * scale, floor * scale)
+            gradient = rows.gradient(student, teacher, actions, known, kl * scale, floor * scale)
         return gradient, None, None, None
 
 

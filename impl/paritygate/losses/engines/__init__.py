@@ -1,4 +1,4 @@
-"""Fast rows for the losses: C++ on the CPU, Triton on a GPU. Elsewhere torch; parity judges them all."""
+"""What computes the rows: C++ on the CPU, Triton on a GPU, else torch in float32 or float64. Parity judges them all."""
 
 import functools
 import importlib.util

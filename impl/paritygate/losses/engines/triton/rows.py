@@ -1,4 +1,4 @@
-"""The rows on a GPU by Triton: statistics in one reading, gradients in another; the same numbers as cpu.py asks for.
+"""The rows on a GPU by Triton: statistics in one reading, gradients in another; the same numbers as the C++ engine's.
 
 One program a row, or a block of one: ragged actions need no padding, no sum crosses programs, so results are the same
 every time. Maximum and sum are kept apart, sums in float64 from block to block. While |p - q| <= NEAR along a row, the
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .cpu import COLUMNS
+from ...row_stats import COLUMNS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = {"statistics_kernel": 4096, "gradient_kernel": 2048}  # entries a program holds at once

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import refuse_where, rows_are_distributions
-from ._distributions import log_mixture
-from ._divergence import TAIL_CAP
-from ._logit_level import DIVERGENCES
+from ..buckets import DIVERGENCES, TAIL_CAP
+from ..checks import refuse_where, rows_are_distributions
+from ..numerics import log_mixture
 
 SMALLEST_TAIL = 1e-6  # below it the cap of the tail is near, and the tail is dropped
 

@@ -8,10 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._distributions import log_softmax
-from .._divergence import Buckets, Options, bucket_slopes, divergence_of, with_tail
-from .cpu import KINDS
-from .triton_rows import serves as serves  # noqa: PLC0414 - the same logits as SPOD's rows
+from ...buckets import DIVERGENCES, Buckets, Options, bucket_slopes, divergence_of, with_tail
+from ...numerics import log_softmax
+from .rows import serves as serves  # noqa: PLC0414 - the same logits as SPOD's rows
 
 BLOCK = 512
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -209,7 +208,7 @@ def divergence(
     if count:
         divergence_kernel[(count,)](
             student, teacher, read.to(torch.uint8).contiguous(), known, _share(mixture, student), student.stride(0),
-            teacher.stride(0), vocabulary, KIND=KINDS.index(kind), WIDE=BLOCK, **OPTIONS,
+            teacher.stride(0), vocabulary, KIND=DIVERGENCES.index(kind), WIDE=BLOCK, **OPTIONS,
         )  # fmt: skip
     return known[:, 0].clone(), (known,)
 
@@ -272,7 +271,8 @@ def divergence_gradient(
     elif count:
         divergence_gradient_kernel[(count * blocks,)](
             student, teacher, out, known[0], scale, _share(mixture, student),
-            student.stride(0), teacher.stride(0), vocabulary, blocks, KIND=KINDS.index(kind), WIDE=BLOCK, **OPTIONS,
+            student.stride(0), teacher.stride(0), vocabulary, blocks,
+            KIND=DIVERGENCES.index(kind), WIDE=BLOCK, **OPTIONS,
         )  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-// What the kernels are asked, as cpu.py lays it out, and how its rows are shared among threads.
+// What the kernels are asked, as __init__.py lays it out, and how its rows are shared among threads.
 #pragma once
 #include "rows.hpp"
 

@@ -1,5 +1,5 @@
 // Vectors of float32 as wide as the machine, and rows of float32, bfloat16 or float16 seen through them.
-// Compiled on the machine that runs it (see compiled.py), so one source serves AVX-512, AVX2, SSE2 and NEON.
+// Compiled on the machine that runs it (see libraries.py), so one source serves AVX-512, AVX2, SSE2 and NEON.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -6,7 +6,7 @@ static constexpr int64_t BLOCK = 2048;  // two blocks of float32 stay in the fir
 
 static constexpr float NEAR = 0.25f;
 
-// Columns of a row's statistics, float64: the order that cpu.py reads.
+// Columns of a row's statistics, float64: the order of row_stats.py.
 enum { STUDENT_MAXIMUM, STUDENT_SUM, TEACHER_MAXIMUM, TEACHER_SUM, STUDENT_LOGPROB, TEACHER_LOGPROB, KL, SLOPE, CURVE, COLUMNS };
 
 // What a row is known by. The maximum and the sum of exponentials are kept apart: one float32 log-sum-exp loses 5e-4 at

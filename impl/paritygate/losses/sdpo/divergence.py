@@ -1,26 +1,14 @@
 """The divergence of each row and its closed-form gradient, over full, top-k and renormalised distributions."""
 
-import math
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._distributions import chunk_rows, kl_divergence, log_mixture, log_softmax
-from .kernels import cpu, has_triton
-
-TAIL_CAP = -1e-7  # the log of the kept mass is capped here, as in the official SDPO code at 0e6d5106
-SMALLEST_TAIL = -math.expm1(TAIL_CAP)
-
-
-class Options(NamedTuple):
-    """Which divergence, and over which part of the vocabulary."""
-
-    divergence: str
-    mixture: float
-    top_k: int | None
-    tail: bool
+from ..buckets import Buckets, Options, bucket_slopes, divergence_of, with_tail
+from ..engines import cpp, has_triton
+from ..numerics import chunk_rows, log_softmax
 
 
 class RowDivergence(torch.autograd.Function):
@@ -57,10 +45,10 @@ def engine(student: Tensor, teacher: Tensor) -> ModuleType | None:
     if torch.compiler.is_compiling():
         return None
     if student.is_cuda and has_triton():
-        from .kernels import triton_divergence
+        from ..engines.triton import divergence
 
-        return triton_divergence if triton_divergence.serves(student, teacher) else None
-    return cpu if cpu.serves(student, teacher) else None
+        return divergence if divergence.serves(student, teacher) else None
+    return cpp if cpp.serves(student, teacher) else None
 
 
 def _block(student: Tensor, teacher: Tensor, read: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -69,14 +57,6 @@ def _block(student: Tensor, teacher: Tensor, read: Tensor, start: int, stop: int
         torch.where(keep, student[start:stop], 0.0).double(),
         torch.where(keep, teacher[start:stop], 0.0).double(),
     )
-
-
-class Buckets(NamedTuple):
-    """One side of each row over the entries kept and, last, their tail."""
-
-    log: Tensor  # (n, K) log-probabilities, the tail last where there is one
-    excess: Tensor | float  # (n,) how far the probabilities sum above 1: not 0 only where the cap acts
-    capped: Tensor | None  # (n,)
 
 
 def _buckets(logits: Tensor, log_p: Tensor, kept: Tensor | None, tail: bool) -> Buckets:
@@ -89,32 +69,10 @@ def _buckets(logits: Tensor, log_p: Tensor, kept: Tensor | None, tail: bool) -> 
     return with_tail(selected, rest)
 
 
-def with_tail(selected: Tensor, rest: Tensor) -> Buckets:
-    """Log-probabilities (n, k) and the probability of everything else (n,), which is capped."""
-    capped = rest < SMALLEST_TAIL
-    log_tail = rest.clamp(min=SMALLEST_TAIL).log()
-    excess = torch.where(capped, SMALLEST_TAIL - rest, 0.0)
-    return Buckets(torch.cat([selected, log_tail[:, None]], dim=1), excess, capped)
-
-
 def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
     kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
     p, q = (_buckets(logits, log_softmax(logits), kept, options.tail) for logits in (student, teacher))
     return divergence_of(p, q, options)
-
-
-def divergence_of(p: Buckets, q: Buckets, options: Options) -> Tensor:
-    """The divergence of each row (n,) from its buckets."""
-    if options.divergence == "forward_kl":
-        return kl_divergence(q.log, p.log) + (q.excess - p.excess)
-    if options.divergence == "reverse_kl":
-        return kl_divergence(p.log, q.log) + (p.excess - q.excess)
-    a = options.mixture
-    mixed = log_mixture(p.log, q.log, a)
-    mixed_excess = (1.0 - a) * p.excess + a * q.excess
-    student_part = kl_divergence(p.log, mixed) + (p.excess - mixed_excess)
-    teacher_part = kl_divergence(q.log, mixed) + (q.excess - mixed_excess)
-    return (1.0 - a) * student_part + a * teacher_part
 
 
 def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
@@ -135,33 +93,6 @@ def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
         gradient = log_p.exp() * (torch.where(outside, of_tail, 0.0) - total)
         gradient = gradient.scatter_add(1, kept, weighted[:, :-1])
     return torch.where(torch.isfinite(total), gradient, torch.nan)
-
-
-def bucket_slopes(p: Buckets, q: Buckets, options: Options) -> tuple[Tensor, Tensor]:
-    """`p_b g_b` of each bucket (n, K), 0 for a capped tail, and their sum (n, 1)."""
-    weighted = _bucket_gradients(p, q, options)
-    if p.capped is not None:
-        weighted = torch.cat([weighted[:, :-1], torch.where(p.capped[:, None], 0.0, weighted[:, -1:])], dim=1)
-    return weighted, weighted.sum(-1, keepdim=True)
-
-
-def _bucket_gradients(p: Buckets, q: Buckets, options: Options) -> Tensor:
-    """`p_b dD/dp_b` of each bucket; 0 where p_b is 0 and the divergence does not read it.
-
-    A number taken from every slope changes no gradient as long as no bucket is a constant. The reverse KL's own is that
-    of the student's largest bucket: a student who is sure would be left the rounding of a difference of equals.
-    """
-    if options.divergence == "forward_kl":
-        return -q.log.exp()
-    mass = p.log.exp()
-    if options.divergence == "reverse_kl":
-        ratios = p.log - q.log
-        common = ratios.gather(-1, p.log.argmax(-1, keepdim=True)).detach()
-        if p.capped is not None:
-            common = torch.where(p.capped[..., None], -1.0, common)
-        return mass * torch.where(mass > 0, ratios - common, 0.0)
-    mixed = log_mixture(p.log, q.log, options.mixture)
-    return (1.0 - options.mixture) * mass * torch.where(mass > 0, p.log - mixed, 0.0)
 
 
 def lowest_top_k(logits: Tensor, k: int) -> Tensor:

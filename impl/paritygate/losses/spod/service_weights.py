@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _spod_rows as rows
-from ._checks import refuse_where, same_shape
-from ._service_weights import cross_entropy_weights
-from ._spod_levels import Batch, check_batch, levels_of
+from ..checks import refuse_where, same_shape
+from ..gate import sum_by
+from ..sdpo.service_weights import cross_entropy_weights
+from .levels import Batch, check_batch, levels_of
 
 
 class SpodWeights(NamedTuple):
@@ -55,8 +55,8 @@ def success_preserving_weights(
     refuse_where(~torch.isfinite(student), student, "spod: the student's sampled logprob")
     refuse_where(teacher.isnan() | (teacher == math.inf), teacher, "spod: the teacher's sampled logprob")
     tokens, succeeded, of_action = levels_of(batch)
-    gate = succeeded & (rows.sum_by(teacher - student, tokens) < 0)
-    floored = gate & (rows.sum_by(student, tokens) < math.log(tau0))
+    gate = succeeded & (sum_by(teacher - student, tokens) < 0)
+    floored = gate & (sum_by(student, tokens) < math.log(tau0))
     weights = of_action[action_index]
     kl = cross_entropy_weights(student_logprobs, teacher_logprobs, divergence="forward_kl", tail=tail)
     return SpodWeights(

@@ -1,7 +1,6 @@
-"""The C++ sources beside this file, compiled for the machine that runs them; see design/080."""
+"""C++ sources to a loaded library: find the compiler, build or take from the cache, open; see design/080."""
 
 import ctypes
-import functools
 import hashlib
 import os
 import shlex
@@ -12,9 +11,6 @@ from pathlib import Path
 
 from paritygate import bootstrap
 
-SOURCES = (
-    "vector.hpp", "rows.hpp", "problem.hpp", "wide.hpp", "spod.cpp", "divergence.cpp", "truncated.cpp",
-)  # fmt: skip
 FLAGS = ("-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-w", "-shared", "-fPIC", "-pthread")
 WIDE = "-mprefer-vector-width=512"
 
@@ -23,45 +19,45 @@ class Unavailable(Exception):  # noqa: N818 - what a caller catches to take the 
     """No compiled kernel here; the message says why."""
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The compiled kernels, built at the first call; raises Unavailable, at every call, where there is no compiler.
+def load(*sources: Path) -> ctypes.CDLL:
+    """The library that the `*.cpp` among `sources` make; raises Unavailable, at every call, where there is no compiler.
 
-    In a session whose own modules are read from their sources alone (`bootstrap`), the sources are compiled afresh and
-    their digests recorded with those of the modules. Anywhere else a library built before from the same sources, flags
-    and compiler is taken from the user's cache, if its bytes still have the digest in its name.
+    In a session whose Python modules are read from their sources alone (`bootstrap`), the sources are compiled afresh
+    and their digests recorded with those of the modules. Anywhere else a library built before from the same sources,
+    flags and compiler is taken from the user's cache, if its bytes still have the digest in its name.
     """
+    kernels_off()
+    texts = {path.name: path.read_bytes() for path in sources}
+    command = compiler_command()
+    if bootstrap.LOADED:
+        for path in sources:
+            bootstrap.LOADED[os.path.realpath(path)] = hashlib.sha256(texts[path.name]).hexdigest()
+        return open_library(build(command, texts))
+    return open_library(cached(command, texts))
+
+
+def kernels_off() -> None:
+    """Raise Unavailable where the environment says that nothing is to be compiled."""
     if os.environ.get("PARITYGATE_KERNELS") == "off":
         raise Unavailable("PARITYGATE_KERNELS=off")
-    folder = Path(__file__).parent
-    sources = {name: (folder / name).read_bytes() for name in SOURCES}
-    command = compiler()
-    if bootstrap.LOADED:
-        for name, source in sources.items():
-            bootstrap.LOADED[os.path.realpath(folder / name)] = hashlib.sha256(source).hexdigest()
-        return load(build(command, sources))
-    return load(cached(command, sources))
 
 
-def available() -> str | None:
-    """None where the compiled kernels can be used, else why they cannot."""
-    try:
-        library()
-    except Unavailable as reason:
-        return str(reason)
-    return None
-
-
-def compiler() -> tuple[str, ...]:
+def compiler_command() -> tuple[str, ...]:
     """The compiler and the flags that make it use this machine's vectors."""
     named = shlex.split(os.environ.get("CXX", ""))
-    found = named or [path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))][:1]
-    if not found:
+    compilers = named or [path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))][:1]
+    if not compilers:
         raise Unavailable("no C++ compiler: none of c++, g++, clang++ is on PATH, and CXX is not set")
     for target in (["-march=native", WIDE], ["-march=native"], []):
-        if _succeeds([*found, *target, "-E", "-x", "c++", os.devnull]):
-            return (*found, *target)
-    raise Unavailable(f"{found[0]} cannot be run")
+        if _succeeds([*compilers, *target, "-E", "-x", "c++", os.devnull]):
+            return (*compilers, *target)
+    raise Unavailable(f"{compilers[0]} cannot be run")
+
+
+def predefined_macros(command: tuple[str, ...]) -> bytes:
+    """What `command` defines by itself: the version of the compiler and every instruction set that it found."""
+    asked = [*command, "-dM", "-E", "-x", "c++", os.devnull]
+    return subprocess.run(asked, capture_output=True, check=False).stdout
 
 
 def build(command: tuple[str, ...], sources: dict[str, bytes]) -> bytes:
@@ -78,10 +74,8 @@ def build(command: tuple[str, ...], sources: dict[str, bytes]) -> bytes:
 
 def cached(command: tuple[str, ...], sources: dict[str, bytes]) -> bytes:
     """`build`, kept in `$PARITYGATE_CACHE/kernels` under the digest of all that decides its bytes, and its own."""
-    macros = subprocess.run(  # the version of the compiler and every instruction set that it found
-        [*command, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, check=False
-    ).stdout
-    key = hashlib.sha256(repr((command, FLAGS, macros, sorted(sources.items()))).encode()).hexdigest()[:32]
+    decides = (command, FLAGS, predefined_macros(command), sorted(sources.items()))
+    key = hashlib.sha256(repr(decides).encode()).hexdigest()[:32]
     home = Path(os.environ.get("PARITYGATE_CACHE") or Path.home() / ".cache" / "paritygate") / "kernels"
     for path in home.glob(f"{key}-*.so"):
         data = path.read_bytes()
@@ -98,7 +92,7 @@ def cached(command: tuple[str, ...], sources: dict[str, bytes]) -> bytes:
     return data
 
 
-def load(data: bytes) -> ctypes.CDLL:
+def open_library(data: bytes) -> ctypes.CDLL:
     """The library of these very bytes: written to a private folder, opened, and unlinked."""
     with tempfile.TemporaryDirectory(prefix="paritygate-") as folder:
         path = Path(folder) / f"kernels-{hashlib.sha256(data).hexdigest()[:16]}.so"
@@ -118,10 +112,10 @@ def _run(commands: list[list[str]], folder: str) -> None:
         ]
     except OSError as error:
         raise Unavailable(f"{commands[0][0]} cannot be run: {error}") from error
-    words = [process.communicate()[1] for process in running]
-    for process, said in zip(running, words, strict=True):
+    messages = [process.communicate()[1] for process in running]
+    for process, message in zip(running, messages, strict=True):
         if process.returncode:
-            errors = [line for line in said.splitlines() if "error" in line] or [f"exit code {process.returncode}"]
+            errors = [line for line in message.splitlines() if "error" in line] or [f"exit code {process.returncode}"]
             raise Unavailable(f"{commands[0][0]} could not compile the kernels: {errors[0]}")
 
 

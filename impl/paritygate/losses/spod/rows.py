@@ -8,21 +8,21 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import _spod_rows as plain
-from ._checks import no_distribution
-from .kernels import cpu, has_triton, torch_rows
-from .kernels.cpu import COLUMNS
+from ..checks import no_distribution
+from ..engines import cpp, float32, float64, has_triton
+from ..gate import Weights
+from ..row_stats import COLUMNS, column
 
 
 def engine(student: Tensor, teacher: Tensor) -> ModuleType | None:
     """The module whose rows take these (N, V) logits, or None: float64 does."""
     if student.is_cuda and has_triton():
-        from .kernels import triton_rows
+        from ..engines.triton import rows
 
-        return triton_rows if triton_rows.serves(student, teacher) else None
-    if cpu.serves(student, teacher):
-        return cpu
-    return torch_rows if torch_rows.serves(student, teacher) else None
+        return rows if rows.serves(student, teacher) else None
+    if cpp.serves(student, teacher):
+        return cpp
+    return float32 if float32.serves(student, teacher) else None
 
 
 @torch.library.custom_op("paritygate::spod_statistics", mutates_args=())
@@ -31,7 +31,7 @@ def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
     if fast := engine(student, teacher):
         return fast.statistics(student, teacher, actions)
     result = torch.zeros(student.shape[0], len(COLUMNS), dtype=torch.float64, device=student.device)
-    measured = (*plain.statistics(student, teacher, actions), student.amax(-1), teacher.amax(-1))
+    measured = (*float64.statistics(student, teacher, actions), student.amax(-1), teacher.amax(-1))
     names = ("kl", "student_logprob", "teacher_logprob", "student_maximum", "teacher_maximum")
     for name, values in zip(names, measured, strict=True):
         result[:, COLUMNS.index(name)] = values
@@ -47,7 +47,7 @@ def _(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
 def gradient(student: Tensor, teacher: Tensor, actions: Tensor, rows: Tensor, kl: Tensor, floor: Tensor) -> Tensor:
     """`kl (p - q) + floor (p - onehot)`, (N, V) in the student's dtype; `rows` are the statistics, the weights (N,)."""
     out = torch.empty(student.shape, dtype=student.dtype, device=student.device)
-    gradient_(out, student, teacher, actions, rows, plain.Weights(kl, floor))
+    gradient_(out, student, teacher, actions, rows, Weights(kl, floor))
     return out
 
 
@@ -56,15 +56,13 @@ def _(student: Tensor, teacher: Tensor, actions: Tensor, rows: Tensor, kl: Tenso
     return student.new_empty(student.shape)
 
 
-def gradient_(
-    out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, rows: Tensor, weights: plain.Weights
-) -> None:
+def gradient_(out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, rows: Tensor, weights: Weights) -> None:
     """`gradient` written to `out`, which may be `student`."""
     if fast := engine(student, teacher):
         coefficients = torch.stack([weights.kl + weights.floor, weights.kl, weights.floor], dim=1)
         fast.gradient_(out, student, teacher, actions, rows, coefficients)
     else:
-        plain.gradient_into(out, student, teacher, actions, weights)
+        float64.gradient_into(out, student, teacher, actions, weights)
 
 
 def statistics_and_gradient_(
@@ -83,14 +81,9 @@ def statistics_and_gradient_(
     `tokens`, `success`, `weights` (A,): of each action its length, whether its episode succeeded, and 1 / (n S E).
     """
     fast = engine(student, teacher)
-    if fast not in (cpu, torch_rows):
+    if fast not in (cpp, float32):
         return None
     return fast.statistics_and_gradient_(out, student, teacher, actions, tokens, success, weights, tau0, floor_weight)
-
-
-def column(rows: Tensor, name: str) -> Tensor:
-    """One of the COLUMNS of statistics (N, 9), (N,)."""
-    return rows[:, COLUMNS.index(name)]
 
 
 def refuse_unusable(rows: Tensor, name: str) -> None:

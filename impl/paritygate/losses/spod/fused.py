@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _spod_ops as ops
-from ._spod_levels import Batch, Levels, combine, levels_of, parts_of
-from ._spod_rows import Span, Weights, plan, sum_by
-from .kernels.cpu import COLUMNS
+from ..gate import Levels, Span, Weights, parts_of, plan, sum_by
+from ..row_stats import COLUMNS, column
+from . import rows as row_ops
+from .levels import Batch, combine, levels_of
 
 KEPT = 3  # memories that an evaluation leaves for the next: two tiles and the gradient of a head
 TILE = 32 << 20  # bytes of one (chunk, V) block of logits: a GEMM of its height runs at nearly full speed
@@ -127,9 +127,9 @@ class Fused:
         unread = None if self.exact else self.teacher_until_decided(span, p, q)
         if unread is None:
             self.teacher.logits(q, span.rows)
-        self.known[span.rows] = ops.statistics(p, q, self.batch.actions[span.rows])
+        self.known[span.rows] = row_ops.statistics(p, q, self.batch.actions[span.rows])
         if unread is not None:
-            ops.column(self.known[span.rows], "teacher_logprob")[unread] = 0.0  # all that is known is log q <= 0
+            column(self.known[span.rows], "teacher_logprob")[unread] = 0.0  # all that is known is log q <= 0
         self.differentiate(span.rows, self.weights(span))
 
     def long(self, span: Span) -> None:
@@ -148,7 +148,7 @@ class Fused:
             if bool(weights[0].any()):
                 self.teacher.logits(q, piece)
             if again:
-                self.known[piece] = ops.statistics(p, q, self.batch.actions[piece])
+                self.known[piece] = row_ops.statistics(p, q, self.batch.actions[piece])
             self.differentiate(piece, weights[:, piece.start - span.rows.start : piece.stop - span.rows.start])
 
     def compute(self, rows: slice) -> tuple[Tensor, Tensor]:
@@ -160,21 +160,21 @@ class Fused:
         """The statistics of these rows."""
         for piece in pieces:
             p, q = self.compute(piece)
-            self.known[piece] = ops.statistics(p, self.teacher.logits(q, piece), self.batch.actions[piece])
+            self.known[piece] = row_ops.statistics(p, self.teacher.logits(q, piece), self.batch.actions[piece])
 
     def measure_until_decided(self, pieces: list[slice]) -> None:
         """Log-probabilities of one action: the student's, then the teacher's until their sum is below, 0 from there."""
         for piece in pieces:
             p, _ = self.compute(piece)
-            self.known[piece] = ops.statistics(p, p, self.batch.actions[piece])
+            self.known[piece] = row_ops.statistics(p, p, self.batch.actions[piece])
         rows = self.known[pieces[0].start : pieces[-1].stop]
-        student = float(ops.column(rows, "student_logprob").sum())
-        ops.column(rows, "teacher_logprob").zero_()
+        student = float(column(rows, "student_logprob").sum())
+        column(rows, "teacher_logprob").zero_()
         for piece in pieces:
             q = self.teacher.logits(self.compute_room(piece), piece)
-            measured = ops.statistics(q, q, self.batch.actions[piece])
-            ops.column(self.known[piece], "teacher_logprob").copy_(ops.column(measured, "student_logprob"))
-            if float(ops.column(rows, "teacher_logprob").sum()) < student:
+            measured = row_ops.statistics(q, q, self.batch.actions[piece])
+            column(self.known[piece], "teacher_logprob").copy_(column(measured, "student_logprob"))
+            if float(column(rows, "teacher_logprob").sum()) < student:
                 return
 
     def compute_room(self, rows: slice) -> Tensor:
@@ -194,7 +194,7 @@ class Fused:
         actions, tokens = self.batch.actions[span.rows], self.levels.tokens[span.actions]
         position = torch.arange(len(actions), device=actions.device) - (tokens.cumsum(0) - tokens)[of_action]
         late = open_rows & (2 * position >= tokens[of_action].clamp(min=2))
-        student = sum_by(ops.column(ops.statistics(p, p, actions), "student_logprob"), tokens)
+        student = sum_by(column(row_ops.statistics(p, p, actions), "student_logprob"), tokens)
         q.copy_(p)
         teacher = torch.zeros_like(open_rows, dtype=torch.float64)
         self._scatter_teacher(span.rows, q, teacher, ~late)
@@ -206,8 +206,8 @@ class Fused:
         index = chosen.nonzero()[:, 0]
         if len(index):
             logits = self.teacher.hidden[rows][index] @ self.teacher.head.t()
-            measured = ops.statistics(logits, logits, self.batch.actions[rows][index])
-            logprobs[index] = ops.column(measured, "student_logprob")
+            measured = row_ops.statistics(logits, logits, self.batch.actions[rows][index])
+            logprobs[index] = column(measured, "student_logprob")
             q[index] = logits
 
     @property
@@ -235,7 +235,7 @@ class Fused:
         if not (self.wanted and bool(active.any())):
             return
         p, q = (tile[: rows.stop - rows.start] for tile in self.tiles)
-        ops.gradient_(p, p, q, self.batch.actions[rows], self.known[rows], Weights(*weights))
+        row_ops.gradient_(p, p, q, self.batch.actions[rows], self.known[rows], Weights(*weights))
         index = slice(None) if bool(active.all()) else active.nonzero()[:, 0]
         if isinstance(index, Tensor):
             p = torch.index_select(p, 0, index, out=q[: len(index)])
@@ -276,7 +276,7 @@ class FusedSpod(torch.autograd.Function):
         work = Fused(Head(hidden, head), teacher, batch, most, exact=exact, want=want)
         work.run()
         if validate:
-            ops.refuse_unusable(work.known, "spod: hidden @ head.T")
+            row_ops.refuse_unusable(work.known, "spod: hidden @ head.T")
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         result, _ = combine(work.known, batch, work.levels, dtype)
         ctx.made = (work.grad_hidden, work.grad_head)

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-static const double smallest = -std::expm1(-1e-7);  // the tail is never less, see TAIL_CAP of _divergence.py
+static const double smallest = -std::expm1(-1e-7);  // the tail is never less, see TAIL_CAP of buckets.py
 
 struct Entry {
     float value;

@@ -1,27 +1,40 @@
 """SPOD's rows and SDPO's divergences on the CPU by the compiled kernels; float32, bfloat16, float16."""
 
 import ctypes
+import functools
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .compiled import Unavailable, library
+from paritygate import native
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-COLUMNS = (
-    "student_maximum",
-    "student_sum",
-    "teacher_maximum",
-    "teacher_sum",
-    "student_logprob",
-    "teacher_logprob",
-    "kl",
-    "slope",
-    "curve",
+from ...buckets import DIVERGENCES
+from ...row_stats import COLUMNS
+from ..base import DTYPES, PLAIN
+
+FOLDER = Path(__file__).parent
+SOURCES = (
+    native.VECTOR_HPP,
+    *(FOLDER / name for name in ("rows.hpp", "problem.hpp", "wide.hpp", "spod.cpp", "divergence.cpp", "truncated.cpp")),
 )
-"""What `statistics` keeps of a row, float64; by slope and curve nearly equal rows keep their digits."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels, built at the first call; raises native.Unavailable where there is no compiler."""
+    return native.load(*SOURCES)
+
+
+def unavailable() -> str | None:
+    """None where the compiled kernels can be used, else why they cannot."""
+    try:
+        library()
+    except native.Unavailable as reason:
+        return str(reason)
+    return None
 
 
 class _Problem(ctypes.Structure):
@@ -46,14 +59,7 @@ def serves(student: Tensor, teacher: Tensor) -> bool:
         return False
     if student.dtype not in DTYPES or student.shape[1] == 0 or type(student) not in PLAIN or type(teacher) not in PLAIN:
         return False
-    try:
-        library()
-    except Unavailable:
-        return False
-    return True
-
-
-PLAIN = (Tensor, torch.nn.Parameter)
+    return unavailable() is None
 
 
 def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
@@ -117,9 +123,6 @@ def _target(out: Tensor) -> Tensor:
     return out if out.stride(1) == 1 or out.shape[1] == 1 else torch.empty(out.shape, dtype=out.dtype)
 
 
-KINDS = ("forward_kl", "reverse_kl", "jsd")
-
-
 def divergence(
     student: Tensor,
     teacher: Tensor,
@@ -177,7 +180,7 @@ class _Divergence(NamedTuple):
         chosen = read.to(torch.uint8).contiguous()
         scale = None if self.scale is None else self.scale.data_ptr()
         pointers = (ctypes.c_void_p(x) for x in (chosen.data_ptr(), scale, *(x.data_ptr() for x in self.known)))
-        asked = (ctypes.byref(problem), ctypes.c_int32(KINDS.index(self.kind)), ctypes.c_double(self.mixture))
+        asked = (ctypes.byref(problem), ctypes.c_int32(DIVERGENCES.index(self.kind)), ctypes.c_double(self.mixture))
         if len(self.known) == 1:
             library().paritygate_divergence(*asked, *pointers)
         else:

@@ -1,0 +1,14 @@
+"""C++ kernels of the losses and the embedded server: compiled on the machine that runs them, cached, loaded, recorded.
+
+`load` makes a library of source files, or raises Unavailable where there is no compiler; callers then use torch.
+`build_record` says which compiler, flags and CPU decide the libraries, for receipts. `vector.hpp` is shared by all.
+"""
+
+from pathlib import Path
+
+from paritygate.native.libraries import Unavailable, load
+from paritygate.native.record import build_record
+
+VECTOR_HPP = Path(__file__).with_name("vector.hpp")
+
+__all__ = ["VECTOR_HPP", "Unavailable", "build_record", "load"]
