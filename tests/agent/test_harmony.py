@@ -12,48 +12,9 @@ from paritygate.agent.renderer import HARMONY_DATE, load
 from paritygate.agent.trajectory import Trajectory
 from paritygate.backend import Sample
 from paritygate.errors import BadInputError
+from tests.harmony_bytes import Bytes, Structure, encoded
 
-SPECIAL = ("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>", "<|constrain|>")
 ANSWER = json.dumps(dict.fromkeys(DIMENSIONS, 0.25) | {"rationale": "ask first"})
-
-
-class Bytes:
-    """A vocabulary of 256 bytes and harmony's control tokens; text never becomes a control token."""
-
-    name_or_path = "openai/gpt-oss-120b"
-    unk_token_id = None
-    eos_token_id = 256 + SPECIAL.index("<|return|>")
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Any, **_: Any) -> str:
-        parts = [bytes([i]) if i < 256 else SPECIAL[i - 256].encode() for i in ids]
-        return b"".join(parts).decode(errors="replace")
-
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        return 256 + SPECIAL.index(token) if token in SPECIAL else None
-
-
-class Structure:
-    """Harmony's message structure over `Bytes`, where the reference encoder needs its downloaded vocabulary."""
-
-    def __init__(self) -> None:
-        self._bytes = Bytes()
-
-    def render(self, message: Any) -> list[int]:
-        special = {name: self._bytes.convert_tokens_to_ids(name) for name in SPECIAL}
-        header = message.author.role.value + (f" to={message.recipient}" if message.recipient else "")
-        ids = [special["<|start|>"], *self._bytes.encode(header)]
-        if message.channel:
-            ids += [special["<|channel|>"], *self._bytes.encode(message.channel)]
-        ids.append(special["<|message|>"])
-        for content in message.content:
-            ids += self._bytes.encode(getattr(content, "text", None) or json.dumps(content.to_dict()))
-        return [*ids, special["<|end|>"]]
-
-    def render_conversation(self, conversation: Any) -> list[int]:
-        return [token for message in conversation.messages for token in self.render(message)]
 
 
 @pytest.fixture
@@ -97,16 +58,6 @@ class Answers:
         self.stops = list(stop)
         ids = tuple(encoded(self._texts.pop(0)))
         return [Sample(ids, (0.0,) * len(ids), "stop")]
-
-
-def encoded(text: str) -> list[int]:
-    """Token ids of harmony text in which control tokens are written out."""
-    ids: list[int] = []
-    while text:
-        name = next((s for s in SPECIAL if text.startswith(s)), None)
-        ids += [256 + SPECIAL.index(name)] if name else list(text[0].encode())
-        text = text[len(name) if name else 1 :]
-    return ids
 
 
 def judge(renderer: Any, *texts: str) -> Any:

@@ -12,8 +12,8 @@ from paritygate.agent.vocabulary import offline
 from paritygate.server import Running, start
 from paritygate.spec import Experiment, load
 from tests.experiment import stub_guard
-from tests.experiment.scripted_service import JUDGE, POLICY, ScriptedService
 from tests.experiment.tiny_spec import ROOT, write_spec
+from tests.scripted_service import JUDGE, POLICY, ScriptedService
 
 Run = Callable[..., Any]
 

@@ -15,8 +15,8 @@ from paritygate.spec import load
 from paritygate.spec.experiment import CorrectnessPath
 from paritygate_reference import sdpo as reference
 from tests.experiment.scaled_spec import brief
-from tests.experiment.scripted_service import ScriptedService
 from tests.experiment.tiny_spec import ROOT
+from tests.scripted_service import ScriptedService
 
 PATHS = {path.id: path for path in load(ROOT / "spec" / "sdpo.json").correctness_preflight.paths}
 GRPO, SDPO = PATHS["grpo_via_new_advantage_path"], PATHS["sdpo_token_advantage"]

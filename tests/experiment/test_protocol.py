@@ -12,8 +12,8 @@ from paritygate.experiment.journal import read_lines
 from paritygate.receipts import PhaseChain
 from paritygate.spec import load
 from tests.experiment.scaled_spec import asked_for
-from tests.experiment.scripted_service import JUDGE, POLICY, USER, ScriptedService
 from tests.experiment.tiny_spec import ROOT
+from tests.scripted_service import JUDGE, POLICY, USER, ScriptedService
 
 STEPS, ITEMS = 20, 60
 

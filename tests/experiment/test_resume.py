@@ -17,8 +17,8 @@ from paritygate.experiment.journal import read_lines
 from paritygate.receipts import PhaseChain
 from tests.counts import soak
 from tests.experiment.scaled_spec import brief
-from tests.experiment.scripted_service import Script, ScriptedService
 from tests.experiment.tiny_spec import small_spec, write_spec
+from tests.scripted_service import Script, ScriptedService
 
 RUN = Path(__file__).parent / "subprocess_run.py"
 KILLS = soak(quick=2, full=20)

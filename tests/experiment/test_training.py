@@ -12,7 +12,7 @@ from paritygate.errors import GateStopped
 from paritygate.experiment.journal import read_lines
 from paritygate.receipts import PhaseChain
 from tests.experiment.scaled_spec import brief
-from tests.experiment.scripted_service import Script, ScriptedService
+from tests.scripted_service import Script, ScriptedService
 
 pytestmark = pytest.mark.usefixtures("lean")
 

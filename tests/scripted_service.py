@@ -2,6 +2,7 @@
 
 Its weights are one integer that an optimiser step replaces by a digest of what was sent, so that equal histories give
 equal weights and equal logprobs, bit for bit, and any difference shows. Everything that is sent to it is remembered.
+It stands where a Backend would; foreign_service.py puts HTTP before it, for the real SDK.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import numpy as np
 
 from paritygate.agent.vocabulary import offline
 from paritygate.backend import BackendError, Datum, FwdBwd, Sample, ServiceDown
+from tests.harmony_bytes import Bytes
 
 POLICY, USER, JUDGE = "Qwen/Qwen3.5-4B", "Qwen/Qwen3-8B", "openai/gpt-oss-120b"
 CALL = "<tool_call>\n<function=think>\n<parameter=thought>\nhm\n</parameter>\n</function>\n</tool_call>"
@@ -59,6 +61,10 @@ class Script:
     fails_at: int | None = None  # number of the call, of any kind, that fails
     fails_after: bool = False  # after its effect, as when the answer is lost
     nan_at: tuple[int, int] | None = None  # (forward_backward call, datum): the logprob that comes back as NaN
+    noise: float = 0.0  # nats: two calls for the same logprobs differ by this times a standard normal
+    judge_thinks: Callable[[int], int] = lambda seed: 0  # tokens of thought before the answer, bounded by max_tokens
+    harmony: bool = False  # the judge has gpt-oss's tokens and channels, over bytes; else it is written to in Qwen's
+    words: dict[str, Any] = dataclasses.field(default_factory=dict)  # model -> tokenizer, where not Qwen3.5's
 
 
 class ScriptedService:
@@ -77,6 +83,20 @@ class ScriptedService:
         self.clients = 0
         self.passes = 0
         self.calls = 0
+        self._noise = np.random.default_rng(0)
+
+    def observed(self, logprobs: Sequence[float]) -> list[float]:
+        """What a call for these logprobs returns: with the script's noise, other numbers each time."""
+        if not self.script.noise:
+            return list(logprobs)
+        noisy = np.asarray(logprobs) + self.script.noise * self._noise.standard_normal(len(logprobs))
+        return np.minimum(noisy, 0.0).astype(np.float32).astype(float).tolist()
+
+    def tokenizer(self, model: str) -> Any:
+        """The tokenizer of a model: bytes for a harmony judge, else Qwen3.5's or what the script names."""
+        if model == JUDGE and self.script.harmony:
+            return Bytes()
+        return self.script.words.get(model) or offline(POLICY)
 
     @asynccontextmanager
     async def call(self) -> AsyncGenerator[None]:
@@ -126,7 +146,7 @@ class ScriptedTrainer:
 
     async def forward(self, data: Sequence[Datum], loss_fn: str = "importance_sampling") -> FwdBwd:
         scale = self.service.script.gap
-        rows = [tuple(logprobs_of(self.weights, datum.tokens, scale)[1:]) for datum in data]
+        rows = [tuple(self.service.observed(logprobs_of(self.weights, datum.tokens, scale)[1:])) for datum in data]
         loss = 0.0
         for datum, row in zip(data, rows, strict=True):
             weights = datum.inputs.get("advantages") or datum.inputs["weights"]
@@ -165,7 +185,7 @@ class ScriptedTrainer:
         return ScriptedSampler(self.service, POLICY, self.weights, path)
 
     async def save(self, name: str) -> str:
-        path = f"scripted://{self.client}/{name}"
+        path = f"tinker://{self.client}/{name}"
         async with self.service.call():
             self.service.saved[path] = self.weights
         return path
@@ -183,7 +203,7 @@ class ScriptedSampler:
         self.model = model
         self.weights = weights
         self.path = path
-        self.tokenizer = offline(POLICY)
+        self.tokenizer = service.tokenizer(model)
 
     async def sample(
         self,
@@ -203,12 +223,12 @@ class ScriptedSampler:
         entry = {"model": self.model, "path": self.path, "seed": seed, "temperature": temperature}
         self.service.samples.append(entry | {"max_tokens": max_tokens, "prompt": len(tokens)})
         scored = logprobs_of(self.weights, [*tokens, *chosen], self._scale())
-        ended = "stop" if chosen[-1] in stop else "length"
-        return [Sample(tuple(chosen), tuple(scored[len(tokens) :]), ended)]
+        ended = "stop" if chosen and chosen[-1] in stop else "length"
+        return [Sample(tuple(chosen), tuple(self.service.observed(scored[len(tokens) :])), ended)]
 
     async def score(self, tokens: Sequence[int]) -> list[float | None]:
         async with self.service.call():
-            return [None, *logprobs_of(self.weights, tokens, self._scale())[1:]]
+            return [None, *self.service.observed(logprobs_of(self.weights, tokens, self._scale())[1:])]
 
     def _scale(self) -> float:
         script = self.service.script
@@ -216,21 +236,38 @@ class ScriptedSampler:
         return float(script.frozen_gap or 0.0) if frozen else script.gap
 
     def _chosen(self, prompt: list[int], seed: int) -> list[int]:
-        start = self.tokenizer.convert_tokens_to_ids("<|im_start|>")
+        if self.model == JUDGE and self.service.script.harmony:
+            return self._harmony(prompt, seed)
+        encode, token = self.tokenizer.encode, self.tokenizer.convert_tokens_to_ids
+        start, end = (int(token(name)) for name in ("<|im_start|>", "<|im_end|>"))
         messages = prompt.count(start)
-        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         script = self.service.script
         if self.model == POLICY:
             text = CALL if messages == 3 else f"All right, this is answer {seed % 97}."
         elif self.model == USER:
             # Of the customer's own conversation: system, then two messages a turn, then the header to answer.
             if script.user_fails(seed):
-                return [int(end or 0)]
+                return [end]
             stops = messages > 5 and not script.talkative
             text = "###STOP###" if stops else f"I need help with my order, part {messages}."
         else:
-            text = script.judge_says(seed) or self._scores(prompt, seed)
-        return [*self.tokenizer.encode(text), int(end or 0)]
+            text = self._answer(prompt, seed)
+        return [*encode(text, add_special_tokens=False), end]
+
+    def _answer(self, prompt: list[int], seed: int) -> str:
+        said = self.service.script.judge_says(seed)
+        return self._scores(prompt, seed) if said is None else said
+
+    def _harmony(self, prompt: list[int], seed: int) -> list[int]:
+        """The analysis that the prompt has opened, then the final channel."""
+        start, end, channel, message, final = (
+            self.tokenizer.convert_tokens_to_ids(name)
+            for name in ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>")
+        )
+        encode = self.tokenizer.encode
+        thought = encode("h" * self.service.script.judge_thinks(seed))
+        answer = encode(self._answer(prompt, seed))
+        return [*thought, end, start, *encode("assistant"), channel, *encode("final"), message, *answer, final]
 
     def _scores(self, prompt: list[int], seed: int) -> str:
         names = ("invalid_tool_use", "ungrounded_claims", "upfront_clarification")
