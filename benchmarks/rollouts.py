@@ -26,8 +26,8 @@ from paritygate.agent.renderer import load  # noqa: E402
 from paritygate.agent.seeds import derive  # noqa: E402
 from paritygate.agent.teacher import teacher_context, teacher_logprobs  # noqa: E402
 from paritygate.agent.user import STOP, ModelUser  # noqa: E402
-from paritygate.agent.vocabulary import offline  # noqa: E402
 from paritygate.backend import Sample  # noqa: E402
+from paritygate.backend.vocabulary import offline  # noqa: E402
 
 BOUND = 1.15
 TASKS, ROLLOUTS = (0, 1, 2, 3), 4

@@ -58,6 +58,7 @@ class Faults:
         }
     )
     detail: str = "injected"  # what an injected refusal says
+    poll: float = 5.0  # seconds that the wait for an answer is held open before it says 408
 
 
 class ForeignService:
@@ -89,7 +90,7 @@ class ForeignService:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
+        self._server.should_exit = self._server.force_exit = True
         self._thread.join(timeout=10)
 
     # ------------------------------------------------------------------ routes
@@ -186,7 +187,7 @@ class ForeignService:
         refusal = self._refusal(request, f"result:{kind}")
         if refusal is not None:
             return refusal
-        await asyncio.wait({task}, timeout=5.0)
+        await asyncio.wait({task}, timeout=self.faults.poll)
         if not task.done():
             return JSONResponse({"type": "try_again", "queue_state": "active"}, 408)
         error = task.exception()

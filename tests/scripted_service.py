@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from paritygate.agent.vocabulary import offline
 from paritygate.backend import BackendError, Datum, FwdBwd, Sample, ServiceDown
+from paritygate.backend.vocabulary import offline
 from tests.harmony_bytes import Bytes
 
 POLICY, USER, JUDGE = "Qwen/Qwen3.5-4B", "Qwen/Qwen3-8B", "openai/gpt-oss-120b"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paritygate.agent import prompt, renderer
-from paritygate.agent.vocabulary import offline
+from paritygate.backend.vocabulary import offline
 from paritygate.server import Running, start
 from paritygate.server.model.sources import resolve
 from tests.agent.fakes import TOOLS

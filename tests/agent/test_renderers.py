@@ -9,7 +9,7 @@ from paritygate import retail
 from paritygate.agent import prompt
 from paritygate.agent.conversation import WRITE_TOOLS, assistant, tool, user
 from paritygate.agent.renderer import GuardedTokenizer, load, resolve
-from paritygate.agent.vocabulary import offline
+from paritygate.backend.vocabulary import offline
 from paritygate.errors import BadInputError
 from tests.agent.fakes import TOOLS, phrase
 from tests.counts import soak

@@ -14,7 +14,7 @@ from paritygate.agent import collect_step
 from paritygate.agent.judge import Judged
 from paritygate.agent.renderer import load
 from paritygate.agent.trajectory import Trajectory
-from paritygate.agent.vocabulary import offline
+from paritygate.backend.vocabulary import offline
 from tests.counts import soak
 
 NOTHING = Trajectory(

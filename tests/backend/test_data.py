@@ -97,7 +97,7 @@ def ask(client, method, *arguments, **options):
     async def main():
         guard = Guard("http://127.0.0.1:9", "tml-x")
         try:
-            maker = Trainer(Fake(client), guard, None) if method in ("forward_backward",) else None
+            maker = Trainer(Fake(client), guard, None, None) if method in ("forward_backward",) else None
             sampler = maker or Sampler(Fake(client), guard, None, None)
             return await getattr(sampler, method)(*arguments, **options)
         finally:

@@ -29,7 +29,7 @@ def connection_error() -> tinker.APIConnectionError:
 
 
 TRANSIENT = [
-    *(status_error(code) for code in (408, 409, 425, 429, 500, 502, 503, 504, 599)),
+    *(status_error(code) for code in (408, 409, 410, 425, 429, 500, 502, 503, 504, 599)),
     connection_error(),
     tinker.RequestFailedError("worker lost", request_id="r", category="server"),
     httpx.ReadTimeout("slow"),

@@ -8,7 +8,7 @@ import pytest
 
 from paritygate import experiment
 from paritygate.agent import renderer
-from paritygate.agent.vocabulary import offline
+from paritygate.backend.vocabulary import offline
 from paritygate.server import Running, start
 from paritygate.spec import Experiment, load
 from tests.experiment import stub_guard

@@ -2,21 +2,24 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from paritygate.backend.credentials import Credential
 from paritygate.backend.embedded import EmbeddedServer
 from paritygate.backend.guard import Guard, in_daemon_thread, probe
 from paritygate.backend.sampler import Sampler
+from paritygate.backend.tokenizers import load_tokenizer
 from paritygate.backend.trainer import Trainer, no_retries
 from paritygate.errors import BackendError, BadInputError
 
 if TYPE_CHECKING:
     import tinker
+    from tinker.lib.internal_client_holder import InternalClientHolder
 
 PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy")
 
@@ -32,55 +35,82 @@ class Backend:
         self,
         service: "tinker.ServiceClient",
         guard: Guard,
-        capabilities: list[tuple[str, int | None]],
+        capabilities: "Sequence[tinker.types.SupportedModel]",
         *,
         embedded: bool,
     ) -> None:
         self.endpoint = guard.base_url
         self.embedded = embedded
-        self.models: tuple[str, ...] = tuple(name for name, _ in capabilities)
-        self.context_lengths: dict[str, int] = {name: length for name, length in capabilities if length}
+        named = [(str(model.model_name), model) for model in capabilities if model.model_name]
+        self.models: tuple[str, ...] = tuple(name for name, _ in named)
+        self.context_lengths: dict[str, int] = {
+            name: model.max_context_length for name, model in named if model.max_context_length
+        }
+        # A service that does not say what a model is for may serve it for either.
+        self._untrainable = {name for name, model in named if model.trainable is False}
+        self._unsampleable = {name for name, model in named if model.sampleable is False}
         self._service = service
         self._guard = guard
         self._local = local_host(guard.base_url) is not None
         self._tokenizers: dict[str, Any] = {}
+        self._trainers: dict[str, Trainer] = {}  # of a server on this machine, one a model
 
     def session(self) -> AbstractAsyncContextManager["Backend"]:
         """Another session at the same service: what is created in it is freed at its end, saved states excepted."""
         own = self._guard
-        guard = Guard(own.base_url, own.api_key, patience=own.patience, limit=own.limit)
+        guard = Guard(own.base_url, own.api_key, own.credential, patience=own.patience, limit=own.limit)
         guard.process_ended = own.process_ended
         return _session(guard, embedded=self.embedded)
 
+    def require(self, base_model: str, *, trained: bool) -> None:
+        """BackendError unless the service reports the model, for training or for sampling."""
+        if self.models and base_model not in self.models:
+            raise BackendError(f"{self.endpoint} does not serve {base_model}; it serves {', '.join(self.models)}.")
+        if base_model in (self._untrainable if trained else self._unsampleable):
+            use, other = ("trained", "sampled from") if trained else ("sampled from", "trained")
+            raise BackendError(
+                f"{self.endpoint} serves {base_model} only to be {other}; the spec wants it to be {use}."
+            )
+
+    async def tokenizer(self, base_model: str) -> Any:
+        """The tokenizer of a model (see `load_tokenizer`); BadInputError names what helps where there is none."""
+        if base_model not in self._tokenizers:
+            # A server on this machine may name its own folder, which only a training client's info tells.
+            if self._local and base_model not in {*self._trainers, *self._untrainable}:
+                await self.training(base_model, rank=1)
+            trainer = self._trainers.get(base_model)
+            load = partial(load_tokenizer, base_model, None if trainer is None else trainer.tokenizer_id)
+            self._tokenizers[base_model] = await in_daemon_thread(load)
+        return self._tokenizers[base_model]
+
     async def training(self, base_model: str, rank: int = 32, seed: int = 0) -> Trainer:
         """A fresh LoRA adapter on `base_model`, initialised by `seed`; BackendError if it is not served."""
-        self._check_model(base_model)
+        self.require(base_model, trained=True)
         client = await self._guard.once(
             "Creating a training client",
             lambda: self._service.create_lora_training_client(base_model, rank=rank, seed=seed),
         )
-        trainer = Trainer(client, self._guard, self._restored)
+        trainer = Trainer(client, self._guard, self._restored, self.tokenizer)
         if self._local:
-            self._tokenizers.setdefault(base_model, trainer.tokenizer)
+            self._trainers.setdefault(base_model, trainer)
         return trainer
 
     async def restored(self, path: str, *, optimizer: bool = True) -> Trainer:
         """A trainer that goes on from the state at `path` (of `Trainer.save`); without `optimizer`, Adam is fresh."""
         client = await self._restored(path) if optimizer else await self._loaded(path)
-        return Trainer(client, self._guard, self._restored)
+        return Trainer(client, self._guard, self._restored, self.tokenizer)
 
     async def sampling(self, base_model: str | None = None, model_path: str | None = None) -> Sampler:
         """A sampler of a base model, or of saved sampler weights at `model_path`; exactly one of the two is given."""
         if (base_model is None) == (model_path is None):
             raise BadInputError("A sampler takes a base model or a path of saved weights: one of the two.")
         if base_model is not None:
-            self._check_model(base_model)
+            self.require(base_model, trained=False)
         client = await self._guard.repeatable(
             "Creating a sampler",
             lambda: self._service.create_sampling_client(model_path, base_model, retry_config=no_retries()),
         )
-        tokenizer = await self._tokenizer(client.get_base_model(), client)
-        return Sampler(client, self._guard, tokenizer, model_path)
+        return Sampler(client, self._guard, await self.tokenizer(client.get_base_model()), model_path)
 
     async def _restored(self, path: str) -> "tinker.TrainingClient":
         return await self._guard.once(
@@ -89,19 +119,6 @@ class Backend:
 
     async def _loaded(self, path: str) -> "tinker.TrainingClient":
         return await self._guard.once("Loading weights", lambda: self._service.create_training_client_from_state(path))
-
-    async def _tokenizer(self, base_model: str, client: "tinker.SamplingClient") -> Any:
-        if base_model not in self._tokenizers:
-            if not self._local:
-                return await in_daemon_thread(client.get_tokenizer)
-            # The SDK takes a sampler's tokenizer from the public hub by the model's name; a local server's lies in a
-            # folder that only a training client's info names.
-            await self.training(base_model, rank=1)
-        return self._tokenizers[base_model]
-
-    def _check_model(self, base_model: str) -> None:
-        if self.models and base_model not in self.models:
-            raise BackendError(f"{self.endpoint} does not serve {base_model}; it serves {', '.join(self.models)}.")
 
 
 @asynccontextmanager
@@ -119,7 +136,8 @@ async def connect(
 
     The embedded server runs in a child process, keeps its saves in `state_dir` (None: a temporary one), and ends with
     this context. patience: seconds without health before waiting calls fail. limit: seconds that one call may take.
-    Raises BackendError within 10 s when no service answers at the address, BadInputError when the key is missing.
+    Raises BackendError within 10 s when no service answers at the address, BadInputError when there is no key: given,
+    in TINKER_API_KEY, printed by TINKER_CREDENTIAL_CMD, or stored by `tinker auth login`.
     """
     base_url = base_url or os.environ.get("TINKER_BASE_URL") or None
     os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -130,11 +148,10 @@ async def connect(
         await server.start()
         base_url, api_key = server.base_url, server.api_key
     try:
-        if server is None:
-            api_key = _key(api_key, base_url)
+        credential = Credential(base_url, api_key)
         reach_without_proxy(base_url)
-        await probe(base_url, str(api_key))
-        guard = Guard(base_url, str(api_key), patience=patience, limit=limit)
+        await probe(base_url, await credential.token())
+        guard = Guard(base_url, credential.given, credential, patience=patience, limit=limit)
         if server is not None:
             guard.process_ended = server.ended
         async with _session(guard, embedded=server is not None) as backend:
@@ -148,17 +165,13 @@ async def connect(
 async def _session(guard: Guard, *, embedded: bool) -> AsyncGenerator[Backend]:
     import tinker
 
-    from paritygate.backend.holder import open_session
-
     service = tinker.ServiceClient(base_url=guard.base_url, api_key=guard.api_key)
     status: Literal["success", "errored", "interrupted"] = "success"
     try:
-        open_it = partial(open_session, service, guard.base_url, guard.api_key)
-        holder = await guard.once("Opening a session", lambda: in_daemon_thread(open_it))
+        holder = await _opened(service, guard)
         rest = tinker.RestClient(holder)
         response = await guard.repeatable("Reading the service's capabilities", rest.get_server_capabilities)
-        models = [(m.model_name, m.max_context_length) for m in response.supported_models if m.model_name]
-        yield Backend(service, guard, models, embedded=embedded)
+        yield Backend(service, guard, response.supported_models, embedded=embedded)
     except Exception:
         status = "errored"
         raise
@@ -170,12 +183,29 @@ async def _session(guard: Guard, *, embedded: bool) -> AsyncGenerator[Backend]:
         await _close(service, guard, status)
 
 
+async def _opened(service: "tinker.ServiceClient", guard: Guard) -> "InternalClientHolder":
+    from tinker import TinkerError
+
+    from paritygate.backend.holder import open_session
+
+    open_it = partial(open_session, service, guard.base_url, guard.api_key, guard.heard)
+    try:
+        return await guard.once("Opening a session", lambda: in_daemon_thread(open_it))
+    except BackendError as error:
+        if guard.api_key is not None or not isinstance(error.__cause__, TinkerError):
+            raise
+    # A credential command and a service without token exchange, for which the SDK wants a plain key: what it prints.
+    guard.api_key = await guard.token()
+    open_it = partial(open_session, service, guard.base_url, guard.api_key, guard.heard)
+    return await guard.once("Opening a session", lambda: in_daemon_thread(open_it))
+
+
 async def _close(
     service: "tinker.ServiceClient", guard: Guard, status: Literal["success", "errored", "interrupted"]
 ) -> None:
     try:
         # The SDK would ask for many seconds; a service that is gone cannot be told that the session is over.
-        await probe(guard.base_url, guard.api_key, tries=1, seconds=2.0)
+        await probe(guard.base_url, await guard.token(), tries=1, seconds=2.0)
         async with asyncio.timeout(10):
             await service.close(status)
     except Exception:
@@ -198,12 +228,3 @@ def reach_without_proxy(base_url: str) -> None:
         known = [part for part in os.environ.get(name, "").split(",") if part]
         if host and host not in known and any(proxy in os.environ for proxy in PROXIES):
             os.environ[name] = ",".join([*known, host])
-
-
-def _key(api_key: str | None, base_url: str) -> str:
-    key = api_key or os.environ.get("TINKER_API_KEY")
-    if not key:
-        raise BadInputError(f"{base_url} needs an API key; set TINKER_API_KEY.")
-    if not key.startswith(("tml-", "eyJ")):
-        raise BadInputError("TINKER_API_KEY must start with tml-.")
-    return key

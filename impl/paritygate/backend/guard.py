@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import httpx
 
+from paritygate.backend.credentials import Credential
 from paritygate.errors import BackendError, BadInputError
 
 T = TypeVar("T")
@@ -30,31 +31,46 @@ class ServiceDown(BackendError):  # noqa: N818 - the state of the service, as in
 async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float = PROBE_SECONDS) -> None:
     """Ask GET /api/v1/healthz; raises ServiceDown naming the address within tries * (seconds + 0.5) seconds.
 
-    A service that answers but refuses the key is a BackendError: it is there, and asking again does not help.
+    A health route that answers with a failure is not believed alone: the service is there if it names its models.
+    A service that answers but refuses the key, or the account (402), is named so: asking again does not help.
     """
-    url = f"{base_url.rstrip('/')}/api/v1/healthz"
     reason, nobody = "", False
-    async with httpx.AsyncClient(timeout=seconds) as client:
+    async with httpx.AsyncClient(timeout=seconds, headers={"X-API-Key": api_key}) as client:
         for attempt in range(tries):
             try:
-                # The client's own time-out restarts with every byte; this one is for the whole answer.
+                # The client's own time-out restarts with every byte; this one is for both answers.
                 async with asyncio.timeout(seconds):
-                    response = await client.get(url, headers={"X-API-Key": api_key})
+                    response = await client.get(f"{base_url.rstrip('/')}/api/v1/healthz")
+                    status = response.status_code
+                    if status not in (200, 401, 402, 403):
+                        other = await client.get(f"{base_url.rstrip('/')}/api/v1/get_server_capabilities")
+                        status = other.status_code if other.status_code in (200, 401, 402, 403) else status
             except Exception as error:  # of httpx, of what lies below it, or of an address that is none
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 nobody = any(isinstance(cause, ConnectionRefusedError) for cause in causes(error))
             else:
                 nobody = False
-                if response.status_code == 200:
+                if status == 200:
                     return
-                if response.status_code in (401, 403):
+                if status in (401, 403):
                     raise BackendError(f"The service at {base_url} refuses the API key; correct TINKER_API_KEY.")
-                reason = f"HTTP status {response.status_code}"
+                if status == 402:
+                    raise billing(base_url, response.text)
+                reason = f"HTTP status {status}"
             if attempt + 1 < tries:
                 await asyncio.sleep(0.5)
     down = ServiceDown(f"No healthy Tinker service at {base_url} ({reason}); start one, or correct TINKER_BASE_URL.")
     down.nobody = nobody
     raise down
+
+
+def billing(base_url: str, detail: str) -> ServiceDown:
+    """What is said of HTTP 402, which the SDK alone would wait out for minutes without a word."""
+    text = " ".join(detail.split())[:200]
+    return ServiceDown(
+        f"The service at {base_url} stopped the work for a matter of billing (HTTP 402: {text}); settle it with the "
+        "service, then --resume."
+    )
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -70,14 +86,16 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 class Guard:
     """Runs the SDK's calls: bounded retries where repeating is safe, and one watch over the service's health for all.
 
-    patience: seconds without health before every waiting call fails; `refused` of them where nobody listens any more.
+    patience: seconds without health, and without an answer to any request, before every waiting call fails; `refused`
+    of them where nobody listens any more.
     limit: seconds that one call may take in all.
     tries, pause: how often a repeatable call is made, and the seconds before the second time, doubled for each after.
     process_ended: says why the embedded server's process is gone, or None while it runs.
     """
 
     base_url: str
-    api_key: str
+    api_key: str | None  # a fixed key; None where a command prints one
+    credential: Credential | None = None
     patience: float = 60.0
     refused: float = 4.0
     limit: float = 1800.0
@@ -85,9 +103,15 @@ class Guard:
     pause: float = 0.25
     interval: float = 3.0
     process_ended: Callable[[], str | None] = field(default=lambda: None)
+    answered: float = 0.0  # time.monotonic() of the last HTTP answer below 500 to any request of the session
+    unpaid: str | None = None  # what the service said with HTTP 402
     _waiting: int = 0
     _down: "asyncio.Future[None] | None" = None
     _watcher: "asyncio.Task[None] | None" = None
+
+    async def token(self) -> str:
+        """The key that a request carries now."""
+        return await self.credential.token() if self.credential is not None else str(self.api_key)
 
     async def once(self, what: str, submit: Callable[[], Awaitable[T]]) -> T:
         """Await one SDK call that must not be repeated (a training step); raises BackendError naming `what`."""
@@ -99,7 +123,7 @@ class Guard:
             raise self._failed(what, error) from error
 
     async def repeatable(self, what: str, submit: Callable[[], Awaitable[T]]) -> T:
-        """Await an SDK call without effects; 408, 429, 5xx and resets are retried with pauses, then ServiceDown.
+        """Await an SDK call without effects; 408, 410, 429, 5xx and resets are retried with pauses, then ServiceDown.
 
         What asking again cannot help (a request that is refused) is a BackendError at once: it is about that request.
         """
@@ -110,9 +134,10 @@ class Guard:
             except (BackendError, BadInputError):
                 raise
             except Exception as error:
-                # The SDK has retried for up to five minutes by itself; no second round of that.
-                spent = time.monotonic() - started > self.patience
-                if attempt + 1 == self.tries or spent or not is_transient(error):
+                # The SDK has retried for up to five minutes by itself; no second round of that. An answer that the
+                # service lost (410) is another matter: however long it took, nothing has been tried twice yet.
+                spent = time.monotonic() - started > self.patience and not is_lost(error)
+                if attempt + 1 == self.tries or spent or self.unpaid is not None or not is_transient(error):
                     failed = self._failed(what, error)
                     raise (ServiceDown(str(failed)) if is_transient(error) else failed) from error
                 await asyncio.sleep(min(self.pause * 2**attempt, 8.0) * (1 + random.random() / 4))
@@ -155,38 +180,64 @@ class Guard:
         healthy = time.monotonic()
         next_probe = healthy + self.interval
         while self._waiting:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(min(0.2, self.interval))
             ended = self.process_ended()
             if ended is not None:
                 down.set_exception(ServiceDown(ended))
                 return
+            if self.unpaid is not None:
+                down.set_exception(billing(self.base_url, self.unpaid))
+                return
             if time.monotonic() < next_probe:
                 continue
             try:
-                await probe(self.base_url, self.api_key, tries=1)
+                await probe(self.base_url, await self.token(), tries=1)
                 healthy = time.monotonic()
                 next_probe = healthy + self.interval
-            except BackendError as error:
+            except (BackendError, BadInputError) as error:
                 nobody = isinstance(error, ServiceDown) and error.nobody
-                if time.monotonic() - healthy > (min(self.refused, self.patience) if nobody else self.patience):
+                # The health route is one witness; answers to other requests are the better one.
+                if time.monotonic() - max(healthy, self.answered) > (
+                    min(self.refused, self.patience) if nobody else self.patience
+                ):
                     down.set_exception(error)
                     return
                 next_probe = time.monotonic() + min(self.interval, 1.0)
 
+    def heard(self, status: int, detail: str = "") -> None:
+        """Note an HTTP answer of the service to any request, from any thread."""
+        if status < 500:
+            self.answered = time.monotonic()
+        if status == 402:
+            self.unpaid = detail
+
     def _failed(self, what: str, error: Exception) -> BackendError:
+        if self.unpaid is not None:
+            return billing(self.base_url, self.unpaid)
         text = " ".join(str(error).split()) or type(error).__name__
         return BackendError(f"{what} failed at {self.base_url}: {text[:500]}")
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether asking again can help: time-outs, resets, 408, 409, 425, 429, 5xx, failures that are not the user's."""
+    """Whether asking again can help: time-outs, resets, 408-410, 425, 429, 5xx, failures that are not the user's."""
     import tinker
 
+    if is_lost(error):
+        return True
     if isinstance(error, tinker.APIStatusError):
         return error.status_code in RETRYABLE_STATUS or error.status_code >= 500
     if isinstance(error, tinker.RequestFailedError):
         return error.category != "user"
     return isinstance(error, tinker.APIConnectionError | httpx.TransportError | TimeoutError | ConnectionError)
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether the service has lost the answer to a request (410): the request can be submitted again."""
+    import tinker
+    from tinker.lib.retryable_exception import RetryableException
+
+    gone = isinstance(error, tinker.APIStatusError) and error.status_code == 410
+    return gone or isinstance(error, RetryableException)
 
 
 async def _awaited(submit: Callable[[], Awaitable[T]]) -> T:

@@ -37,10 +37,12 @@ class Trainer:
         client: "tinker.TrainingClient",
         guard: Guard,
         restore: "Callable[[str], Awaitable[tinker.TrainingClient]]",
+        tokenizer: Callable[[str], Awaitable[Any]],
     ) -> None:
         self._client = client
         self._guard = guard
         self._restore = restore
+        self._tokenizer = tokenizer
 
     @property
     def base_model(self) -> str:
@@ -58,9 +60,9 @@ class Trainer:
         return self._client.model_id
 
     @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self._client.get_tokenizer()
+    def tokenizer_id(self) -> str | None:
+        """The folder or name of the model's tokenizer that the service reports, None when it reports none."""
+        return self._client.get_info().model_data.tokenizer_id
 
     async def forward_backward(
         self,
@@ -104,7 +106,7 @@ class Trainer:
         client = await self._guard.repeatable(
             "Creating a sampler", lambda: self._client.create_sampling_client(response.path, retry_config=no_retries())
         )
-        return Sampler(client, self._guard, self.tokenizer, response.path)
+        return Sampler(client, self._guard, await self._tokenizer(self.base_model), response.path)
 
     async def save(self, name: str) -> str:
         """Save weights and optimiser state under `name`, over an older save of that name; returns its path."""

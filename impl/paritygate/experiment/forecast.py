@@ -98,7 +98,8 @@ def room(exp: Experiment, source: "Source | None") -> Room:
 def _prompt_tokens(exp: Experiment, source: "Source") -> tuple[int, str] | None:
     from typing import Any
 
-    from paritygate.agent import prompt, renderer, vocabulary
+    from paritygate.agent import prompt, renderer
+    from paritygate.backend import vocabulary
 
     try:
         tokenizer = vocabulary.offline(exp.base_model)

@@ -1,0 +1,90 @@
+"""First contact: what a run needs of a service, asked within seconds and before anything long is begun."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+
+from paritygate.backend.connection import reach_without_proxy
+from paritygate.backend.credentials import Credential
+from paritygate.backend.guard import in_daemon_thread, probe
+from paritygate.backend.tokenizers import load_tokenizer
+from paritygate.errors import BackendError
+
+SECONDS = 8.0  # the probe and the capabilities together
+HUB_SECONDS = 60.0  # for a tokenizer, which may be downloaded
+
+
+@dataclass(frozen=True)
+class Need:
+    """One model that a run asks for: what it is called, in which role, and whether it is trained."""
+
+    role: str
+    model: str
+    trained: bool = False
+
+
+@dataclass(frozen=True)
+class Contact:
+    """What the service said of itself, and the tokenizer of each model that was asked for."""
+
+    endpoint: str
+    models: tuple[str, ...]
+    context_lengths: dict[str, int]
+    tokenizers: dict[str, Any]
+
+
+async def first_contact(needs: Sequence[Need], base_url: str, api_key: str | None = None) -> Contact:
+    """Key, address, models and what they are served for, within ten seconds; then the tokenizers.
+
+    No session is opened and nothing is created. Raises BadInputError for a missing key or tokenizer, BackendError for a
+    refused key, an address without a service, an account without means (HTTP 402), a model that is not served for its
+    role. Tokenizers of a server on this machine that only a training client can name are left to the run.
+    """
+    credential = Credential(base_url, api_key)
+    token = await credential.token()
+    reach_without_proxy(base_url)
+    await probe(base_url, token)
+    served = await _capabilities(base_url, token)
+    for need in needs:
+        _require(base_url, need, served)
+    tokenizers = {need.model: await _tokenizer(need) for need in needs}
+    lengths = {name: int(m["max_context_length"]) for name, m in served.items() if m.get("max_context_length")}
+    return Contact(base_url, tuple(served), lengths, tokenizers)
+
+
+async def _capabilities(base_url: str, token: str) -> dict[str, dict[str, Any]]:
+    url = f"{base_url.rstrip('/')}/api/v1/get_server_capabilities"
+    try:
+        async with asyncio.timeout(SECONDS), httpx.AsyncClient(timeout=SECONDS) as client:
+            response = await client.get(url, headers={"X-API-Key": token})
+            response.raise_for_status()
+            return {str(m["model_name"]): m for m in response.json()["supported_models"] if m.get("model_name")}
+    except (httpx.HTTPError, TimeoutError, ValueError, KeyError, TypeError, AttributeError) as error:
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        raise BackendError(f"The service at {base_url} does not say which models it serves: {text}.") from None
+
+
+def _require(base_url: str, need: Need, served: dict[str, dict[str, Any]]) -> None:
+    if need.model not in served:
+        names = ", ".join(served) or "none"
+        raise BackendError(f"{base_url} does not serve {need.model}, the {need.role}; it serves {names}.")
+    flags = ("trainable", "sampleable") if need.trained else ("sampleable",)
+    for flag in flags:
+        if served[need.model].get(flag) is False:
+            raise BackendError(f"{base_url} reports {need.model}, the {need.role}, as not {flag}.")
+
+
+async def _tokenizer(need: Need) -> Any:
+    """Loaded in a thread that a hub which does not answer cannot keep."""
+    try:
+        async with asyncio.timeout(HUB_SECONDS):
+            return await in_daemon_thread(partial(load_tokenizer, need.model))
+    except TimeoutError:
+        raise BackendError(
+            f"The tokenizer of {need.model}, the {need.role}, did not come from the hub in {HUB_SECONDS:g} s; put its "
+            f"files into FOLDER/{need.model} and set PARITYGATE_TOKENIZERS=FOLDER."
+        ) from None

@@ -1,0 +1,270 @@
+"""Somebody else's service, through the real SDK: lost answers, billing, a failing health route, keys, models."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from paritygate.backend import BackendError, ServiceDown, connect, policy_gradient_datum
+from paritygate.backend import connection as connections
+from paritygate.backend.contact import Need, first_contact
+from paritygate.errors import BadInputError
+from tests.foreign_service import KEY, serving
+from tests.scripted_service import JUDGE, POLICY, USER, Script
+
+TOKENS = [5, 6, 7, 8]
+NEEDS = (Need("policy", POLICY, trained=True), Need("user simulator", USER), Need("judge", JUDGE))
+
+
+@pytest.fixture(autouse=True)
+def no_other_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No key of the environment or of this machine's user takes part."""
+    for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD", "PARITYGATE_TOKENIZERS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture
+def any_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers have tests of their own."""
+    monkeypatch.setattr(connections, "load_tokenizer", lambda model, tokenizer_id=None: f"words of {model}")
+
+
+def call(service, act, *, key=KEY, **options):
+    """act(backend) in a session at the service."""
+
+    async def main():
+        async with connect(service.url, key, **options) as backend:
+            return await act(backend)
+
+    return asyncio.run(main())
+
+
+async def sampled(backend):
+    sampler = await backend.sampling(base_model=USER)
+    [sample] = await sampler.sample(TOKENS, max_tokens=50, temperature=1.0, seed=1, stop=[248046])
+    return sample, await sampler.score(TOKENS)
+
+
+async def trained(backend):
+    trainer = await backend.training(POLICY, rank=8, seed=0)
+    datum = policy_gradient_datum(TOKENS, [0, 1, 1, 1], [None, -1.0, -1.0, -1.0], [None, 0.5, 0.5, 0.5])
+    return await trainer.forward_backward([datum])
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_a_lost_answer_is_asked_for_again_and_only_so_often():
+    """410: the service has forgotten a promise; the sample or score is submitted again, a training pass never."""
+    with serving(
+        status=lambda kind, n: 410 if kind in ("result:asample", "result:score") and n < 2 else None
+    ) as service:
+        sample, scores = call(service, sampled)
+        assert service.requests["asample"] == service.requests["score"] == 3
+    with serving() as clean:
+        assert call(clean, sampled) == (sample, scores)
+    with serving(status=lambda kind, n: 410 if kind == "result:score" else None) as service:
+        with pytest.raises(ServiceDown, match="Scoring failed"):
+            call(service, sampled)
+        assert service.requests["score"] == 4
+    with serving(status=lambda kind, n: 410 if kind == "result:forward_backward" else None) as service:
+        with pytest.raises(BackendError, match="forward_backward failed"):
+            call(service, trained)
+        assert service.requests["forward_backward"] == 1
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_an_answer_lost_after_long_work_is_asked_for_again():
+    """The patience that ends retries of what the SDK has retried already does not count here."""
+    lost = {
+        "status": lambda kind, n: 410 if kind == "result:asample" and n == 0 else None,
+        "seconds": lambda model: 0.8,
+    }
+    with serving(**lost) as service:
+        call(service, sampled, patience=0.5)
+        assert service.requests["asample"] == 2
+
+
+BILLING = [
+    ("asample", sampled),
+    ("result:asample", sampled),
+    ("forward_backward", trained),
+    ("result:forward_backward", trained),
+    ("create_session", sampled),
+    ("config", sampled),
+    ("capabilities", sampled),
+    ("healthz", sampled),
+]
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+@pytest.mark.parametrize(("kind", "act"), BILLING, ids=[kind for kind, _ in BILLING])
+def test_billing_is_named_at_once_and_is_nobodys_bad_answer(kind, act):
+    started = time.monotonic()
+    sentence = r"http://127\.0\.0\.1:\d+ .*billing \(HTTP 402.*--resume"
+    faults = {"status": lambda k, n: 402 if k == kind else None, "detail": "no funds on ACME"}
+    with serving(**faults) as service, pytest.raises(ServiceDown, match=sentence):
+        call(service, act)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_too_many_requests_are_waited_out():
+    with serving(status=lambda kind, n: 429 if kind == "asample" and n < 1 else None) as service:
+        call(service, sampled)
+        assert service.refused == {"asample 429": 1}
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+@pytest.mark.parametrize("witness", ["the service names its models", "its answers alone"])
+def test_a_failing_health_route_kills_nothing_while_answers_arrive(witness):
+    """90 s at a patience of 60, here 2.5 s at 0.8: the wait for the result answers 408 all the while."""
+
+    async def act(backend):
+        backend._guard.interval = 0.1
+        sampler = await backend.sampling(base_model=USER)
+        service.faults.unhealthy = (0.0, 1e9)
+        if witness == "its answers alone":
+            service.faults.status = lambda kind, n: 503 if kind == "capabilities" else None
+        return await sampler.score(TOKENS)
+
+    with serving(seconds=lambda model: 2.5, poll=0.2) as service:
+        assert len(call(service, act, patience=0.8)) == len(TOKENS)
+        assert service.requests["score"] == 1
+        assert service.refused["healthz 503"] >= 1
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_a_service_that_answers_nothing_any_more_is_left():
+    async def act(backend):
+        backend._guard.interval = 0.1
+        sampler = await backend.sampling(base_model=USER)
+        service.faults.unhealthy = (0.0, 1e9)
+        service.faults.status = lambda kind, n: 503
+        return await sampler.score(TOKENS)
+
+    started = time.monotonic()
+    with serving() as service, pytest.raises(ServiceDown, match="No healthy Tinker service"):
+        call(service, act, patience=1.0)
+    assert time.monotonic() - started < 10
+
+
+def test_a_model_is_used_only_for_what_it_is_served_for():
+    async def act(backend):
+        backend.require(USER, trained=False)
+        backend.require(POLICY, trained=True)
+        with pytest.raises(BackendError, match=rf"serves {USER} only to be sampled from"):
+            await backend.training(USER)
+        with pytest.raises(BackendError, match="does not serve nobody/model; it serves Qwen"):
+            await backend.sampling(base_model="nobody/model")
+        with pytest.raises(BackendError, match=rf"serves {JUDGE} only to be trained"):
+            await backend.sampling(base_model=JUDGE)
+
+    models = {
+        POLICY: {"max_context_length": 4096},  # says nothing: may be used for either
+        USER: {"trainable": False, "sampleable": True},
+        JUDGE: {"trainable": True, "sampleable": False},
+    }
+    with serving(models=models) as service:
+        call(service, act)
+
+
+def test_the_sdks_other_credentials_open_a_session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    async def act(backend):
+        return backend.models
+
+    with serving() as service:
+        with pytest.raises(BadInputError, match=r"TINKER_API_KEY.*TINKER_CREDENTIAL_CMD.*tinker auth login"):
+            call(service, act, key=None)
+        monkeypatch.setenv("TINKER_CREDENTIAL_CMD", f"echo {KEY}")
+        assert POLICY in call(service, act, key=None)
+        assert service.requests["healthz"] == 2  # the first contact, and the end of the session
+        monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "echo oops >&2")
+        with pytest.raises(BadInputError, match="empty credential"):
+            call(service, act, key=None)
+        monkeypatch.delenv("TINKER_CREDENTIAL_CMD")
+        _store(tmp_path)
+        assert POLICY in call(service, act, key=None)
+
+
+def _store(home: Path) -> None:
+    """As `tinker auth login` stores a key."""
+    from tinker.lib.credentials import JsonCredentialStore, ManualKey, default_credentials_path
+
+    assert default_credentials_path().is_relative_to(home)
+    store = JsonCredentialStore(default_credentials_path())
+    store.add_key("mine", ManualKey(key=KEY, name="mine"))
+    store.set_default("mine")
+
+
+def contact(service, needs=NEEDS, key=KEY):
+    return asyncio.run(first_contact(needs, service.url, key))
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of tokenizers, laid out both ways; the hub is away."""
+    import shutil
+
+    from paritygate.server.models import resolve
+
+    folder = tmp_path / "tokenizers"
+    for place in (USER, JUDGE.rsplit("/", 1)[-1]):
+        (folder / place).mkdir(parents=True)
+        for path in Path(resolve("tiny").folder).glob("*token*"):
+            shutil.copy(path, folder / place)
+        (folder / place / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    monkeypatch.setenv("PARITYGATE_TOKENIZERS", str(folder))
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
+    return folder
+
+
+def test_first_contact_names_what_is_missing_within_ten_seconds(tokenizer_folder: Path):
+    started = time.monotonic()
+    with serving() as service:
+        found = contact(service)
+        assert found.context_lengths[JUDGE] == 131072
+        assert set(found.tokenizers) == {POLICY, USER, JUDGE}
+        assert found.tokenizers[USER].encode("<|im_end|>", add_special_tokens=False) == [
+            found.tokenizers[USER].convert_tokens_to_ids("<|im_end|>")
+        ]
+        with pytest.raises(BackendError, match="refuses the API key"):
+            contact(service, key="tml-other")
+        with pytest.raises(BackendError, match=rf"does not serve my/model, the judge; it serves {POLICY}"):
+            contact(service, [Need("judge", "my/model")])
+        with pytest.raises(BackendError, match=rf"reports {USER}, the policy, as not trainable"):
+            contact(service, [Need("policy", USER, trained=True)])
+        assert service.requests["create_session"] == 0
+    silent = {"status": lambda kind, n: 404 if kind == "capabilities" else None}
+    with serving(**silent) as service, pytest.raises(BackendError, match=r"does not say which models it serves.*404"):
+        contact(service)
+    assert time.monotonic() - started < 30
+
+
+def test_a_tokenizer_that_is_nowhere_is_named_with_what_helps(tokenizer_folder: Path, monkeypatch):
+    from paritygate.backend.tokenizers import load_tokenizer
+
+    assert load_tokenizer(POLICY).name_or_path == POLICY  # the package's vocabulary
+    sentence = r"tokenizer of some/model cannot be loaded .*FOLDER/some/model.*PARITYGATE_TOKENIZERS=FOLDER.*HF_HOME"
+    with pytest.raises(BadInputError, match=sentence):
+        load_tokenizer("some/model")
+    (tokenizer_folder / "some/model").mkdir(parents=True)
+    with pytest.raises(BadInputError, match=r"some/model holds no tokenizer of some/model"):
+        load_tokenizer("some/model")
+    monkeypatch.setenv("PARITYGATE_TOKENIZERS", str(tokenizer_folder / "nothing"))
+    with pytest.raises(BadInputError, match=r"PARITYGATE_TOKENIZERS names .*nothing, which is no folder"):
+        load_tokenizer("another/model")
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_noise_is_what_the_script_says():
+    async def act(backend):
+        sampler = await backend.sampling(base_model=POLICY)
+        first, second = [await sampler.score(list(range(2, 402))) for _ in range(2)]
+        return [a - b for a, b in zip(first[1:], second[1:], strict=True)]
+
+    with serving(Script(noise=1e-3)) as service:
+        differences = call(service, act)
+    spread = (sum(d * d for d in differences) / len(differences) / 2) ** 0.5
+    assert 0.8e-3 < spread < 1.2e-3
