@@ -207,7 +207,7 @@ def tokenizer_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of tokenizers, laid out both ways; the hub is away."""
     import shutil
 
-    from paritygate.server.models import resolve
+    from paritygate.server.model.sources import resolve
 
     folder = tmp_path / "tokenizers"
     for place in (USER, JUDGE.rsplit("/", 1)[-1]):
