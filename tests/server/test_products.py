@@ -12,9 +12,9 @@ from paritygate.server.model.products import (
     FrozenLinear,
     attend,
     available,
-    least_rows,
     linear,
     log_normalizers,
+    min_rows,
     spans,
     use_threads,
 )
@@ -23,7 +23,7 @@ SIZES = ((64, 128), (576, 192), (576, 1536), (1536, 576), (32, 576), (576, 32), 
 
 
 def test_few_rows_are_what_moves_bits_of_torch() -> None:
-    """The premise of `least_rows` where there are no kernels, on this machine: from 16 the row count changes no row."""
+    """The premise of `min_rows` where there are no kernels, on this machine: from 16 the row count changes no row."""
     generator = torch.Generator().manual_seed(0)
     assert stable_rows(32) <= 64
     for inputs, outputs in SIZES[:-1]:
@@ -49,7 +49,7 @@ def test_linear_layers_are_right_and_keep_a_rows_bits(inputs: int, outputs: int,
     whole, want = layer(rows), rows.double() @ weight.double().T + bias.double()
     close = 1e-6 if dtype == torch.float32 else 2**-7
     assert float((whole.double() - want).abs().max()) <= close * float(want.abs().max())
-    least = least_rows(dtype)
+    least = min_rows(dtype)
     for start, count in ((0, least), (5, least + 1), (7, least + 4), (50, 17), (1, 99)):
         assert torch.equal(layer(rows[1, start : start + count]), whole[1, start : start + count])
     if least == 1:
@@ -77,7 +77,7 @@ def test_a_compiler_that_is_there_builds_the_kernels() -> None:
     assert (available(), cpp.unavailable() is None) == (wanted, wanted)
 
 
-@pytest.mark.skipif(least_rows(torch.float32) != 1, reason="no compiler here")
+@pytest.mark.skipif(min_rows(torch.float32) != 1, reason="no compiler here")
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "length"), [(9, 3, 64, 300), (4, 2, 32, 70), (7, 1, 16, 130)])
 def test_attention_is_right_and_keeps_a_rows_bits(heads: int, kv_heads: int, dim: int, length: int) -> None:
     """Against float64, keys laid out as a cache's; a token decoded, any piece prefilled, and threads move no bit."""

@@ -218,7 +218,7 @@ def job(
     prompt: list[int], snapshot: Snapshot, seed: int, *, tokens: int = 12, samples: int = 1, **options: Any
 ) -> SampleJob:
     params = SamplingParams(tokens, seed, **options)
-    scoring = Scoring(own=True, first=1) if len(prompt) > 1 else None
+    scoring = Scoring(prompt_logprobs=True, first=1) if len(prompt) > 1 else None
     return SampleJob(prompt, params, samples, snapshot, scoring, 0, Future())
 
 
@@ -246,9 +246,9 @@ def test_sampled_logprobs_are_those_of_plain_transformers_and_of_scoring(network
         engine.prefix.clear()
         (scored,) = sample(engine, [job(full, snapshot, seed=0, tokens=1)])
         assert scored.scores is not None
-        assert scored.scores.own[0] is None
-        assert scored.scores.own[1:] == pytest.approx(want, abs=1e-5)
-        assert scored.scores.own[length:] == drawn.logprobs  # the same bits, decoded or prefilled
+        assert scored.scores.prompt_logprobs[0] is None
+        assert scored.scores.prompt_logprobs[1:] == pytest.approx(want, abs=1e-5)
+        assert scored.scores.prompt_logprobs[length:] == drawn.logprobs  # the same bits, decoded or prefilled
 
 
 def test_the_same_seed_gives_the_same_bits_in_any_company(network: Any, engine: Engine) -> None:

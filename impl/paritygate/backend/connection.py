@@ -57,9 +57,9 @@ class Backend:
 
     def session(self) -> AbstractAsyncContextManager["Backend"]:
         """Another session at the same service: what is created in it is freed at its end, saved states excepted."""
-        own = self._guard
-        guard = Guard(own.base_url, own.api_key, own.credential, patience=own.patience, limit=own.limit)
-        guard.process_ended = own.process_ended
+        parent = self._guard
+        guard = Guard(parent.base_url, parent.api_key, parent.credential, patience=parent.patience, limit=parent.limit)
+        guard.process_ended = parent.process_ended
         return _session(guard, embedded=self.embedded)
 
     def require(self, base_model: str, *, trained: bool) -> None:
@@ -225,6 +225,15 @@ def reach_without_proxy(base_url: str) -> None:
     """Keep a proxy for the outside, set in the environment, from being asked for an address on this machine."""
     host = local_host(base_url)
     for name in ("NO_PROXY", "no_proxy") if host else ():
-        known = [part for part in os.environ.get(name, "").split(",") if part]
-        if host and host not in known and any(proxy in os.environ for proxy in PROXIES):
-            os.environ[name] = ",".join([*known, host])
+        excluded = [part for part in os.environ.get(name, "").split(",") if part]
+        if host and host not in excluded and any(proxy in os.environ for proxy in PROXIES):
+            os.environ[name] = ",".join([*excluded, host])
+
+
+def _key(api_key: str | None, base_url: str) -> str:
+    key = api_key or os.environ.get("TINKER_API_KEY")
+    if not key:
+        raise BadInputError(f"{base_url} needs an API key; set TINKER_API_KEY.")
+    if not key.startswith(("tml-", "eyJ")):
+        raise BadInputError("TINKER_API_KEY must start with tml-.")
+    return key

@@ -29,8 +29,8 @@ class EmbeddedServer:
         self.api_key = "tml-" + secrets.token_hex(16)
         self.model = model
         self.dtype = dtype
-        self._own_dir = tempfile.TemporaryDirectory(prefix="paritygate-") if state_dir is None else None
-        self._dir = Path(self._own_dir.name) if self._own_dir is not None else Path(str(state_dir))
+        self._temporary_dir = tempfile.TemporaryDirectory(prefix="paritygate-") if state_dir is None else None
+        self._dir = Path(self._temporary_dir.name) if self._temporary_dir is not None else Path(str(state_dir))
         self._process: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
 
@@ -85,9 +85,9 @@ class EmbeddedServer:
             self._process.stdout.close()
         if self._log is not None:
             self._log.close()
-        if self._own_dir is not None:
+        if self._temporary_dir is not None:
             with contextlib.suppress(OSError):
-                self._own_dir.cleanup()
+                self._temporary_dir.cleanup()
 
     async def _announcement(self) -> dict[str, object]:
         assert self._process is not None
@@ -103,8 +103,8 @@ class EmbeddedServer:
             pass
         if done and not line:
             self._process.wait(timeout=5)
-        said = f"it said {line.strip()[:200]!r} where its address was expected" if done else f"in {START_SECONDS:g} s"
-        raise BackendError(f"The embedded server with model {self.model!r} did not start: {self.ended() or said}")
+        reason = f"it said {line.strip()[:200]!r} where its address was expected" if done else f"in {START_SECONDS:g} s"
+        raise BackendError(f"The embedded server with model {self.model!r} did not start: {self.ended() or reason}")
 
 
 def main() -> None:

@@ -101,9 +101,9 @@ class Sampler:
 
         ids = np.asarray(target_ids[1:], np.int64)
         prompt, params = tinker.ModelInput.from_ints(list(tokens)), tinker.SamplingParams(max_tokens=1)
-        asked = tinker.TensorData.from_numpy(ids)
+        targets = tinker.TensorData.from_numpy(ids)
         response = await self._guard.repeatable(
-            "Scoring targets", lambda: self._client.sample(prompt, 1, params, target_prompt_logprobs=asked)
+            "Scoring targets", lambda: self._client.sample(prompt, 1, params, target_prompt_logprobs=targets)
         )
         scored = response.target_prompt_logprobs
         rows = None if scored is None else scored.to_numpy()

@@ -38,7 +38,7 @@ class Running:
 
     def stop(self) -> None:
         """Stop taking requests, fail what waits, join both threads; a second call does nothing."""
-        self._engine.stop()  # first: it settles every promise, so that no long poll holds the server back
+        self._engine.stop()  # first: it resolves every promise, so that no long poll holds the server back
         self._server.should_exit = True
         self._thread.join()
         if self._scratch is not None:

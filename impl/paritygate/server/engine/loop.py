@@ -116,9 +116,9 @@ class Engine:
                 next(task.steps)
                 return
             except StopIteration:
-                _settle(task.future, task.result)
+                _resolve(task.future, task.result)
             except Exception as error:
-                _settle(task.future, _raising(error))
+                _resolve(task.future, _raising(error))
         self._tasks.popleft()
 
     def _advance_samples(self) -> None:
@@ -202,7 +202,7 @@ class Engine:
         tokens = torch.zeros(total, dtype=torch.long)
         positions = torch.zeros(total, dtype=torch.long)
         for span in batch.spans:
-            span.sequence.make_room(span.start + span.count)
+            span.sequence.grow(span.start + span.count)
             ids = span.sequence.tokens[span.start : span.start + span.count]
             tokens[span.row : span.row + span.count] = torch.tensor(ids)
             positions[span.row : span.row + span.count] = torch.arange(span.start, span.start + span.count)
@@ -218,7 +218,7 @@ class Engine:
             try:
                 job.scores = score_prompt(self.network, job.sequence, job.snapshot, job.scoring)
             except RequestError as error:
-                _settle(job.future, _raising(error))
+                _resolve(job.future, _raising(error))
                 return
         self._forking.append(job)
 
@@ -258,7 +258,7 @@ class Engine:
         position = len(sampled.tokens)
         if not math.isfinite(normalizer):
             if not row.job.cancelled:
-                _settle(
+                _resolve(
                     row.job.future,
                     _raising(RequestError(f"the model's logits are {float(normalizer)}: training diverged")),
                 )
@@ -283,7 +283,7 @@ class Engine:
         job.finished[row.index] = row.sampled
         if len(job.finished) == job.num_samples:
             samples = [job.finished[index] for index in range(job.num_samples)]
-            _settle(job.future, lambda: SampleResult(samples, job.scores, job.cached_tokens))
+            _resolve(job.future, lambda: SampleResult(samples, job.scores, job.cached_tokens))
 
     # ------------------------------------------------------------------ ends
 
@@ -299,7 +299,7 @@ class Engine:
         if not jobs and self._waiting:
             jobs = [self._waiting.popleft()]
         for job in jobs:
-            _settle(job.future, _raising(error))
+            _resolve(job.future, _raising(error))
         self._prefilling, self._rows = [], []
         self._forking.clear()
 
@@ -313,13 +313,13 @@ class Engine:
             elif item is not None:
                 self._waiting.append(item)
         for waiting in [*self._waiting, *self._tasks]:
-            _settle(waiting.future, _raising(error))
+            _resolve(waiting.future, _raising(error))
         self._waiting.clear()
         self._tasks.clear()
         self.prefix.clear()
 
 
-def _settle(future: Future[Any], result: Callable[[], Any]) -> None:
+def _resolve(future: Future[Any], result: Callable[[], Any]) -> None:
     """Give a future its result or its exception, unless it was cancelled meanwhile."""
     if future.done() or not future.set_running_or_notify_cancel():
         return

@@ -126,8 +126,8 @@ def _beta(config: Config) -> float:
 
 def _thresholds(config: Config, defaults: Config | None = None) -> tuple[float, float]:
     """The interval that ratios are clamped to; only ppo's is documented ("currently fixed to 0.2")."""
-    given = {**(defaults or {}), **config}
-    low, high = _number(given, "clip_low_threshold"), _number(given, "clip_high_threshold")
+    merged = {**(defaults or {}), **config}
+    low, high = _number(merged, "clip_low_threshold"), _number(merged, "clip_high_threshold")
     if low is None or high is None:
         raise RequestError(
             "pass loss_fn_config={'clip_low_threshold': ..., 'clip_high_threshold': ...}: the documentation gives "

@@ -52,9 +52,9 @@ def _truncate(mass_V: Tensor, params: SamplingParams) -> Tensor:
         ranked = mass_V[order]
         before = torch.cumsum(ranked, 0) - ranked
         order = order[before < params.top_p * float(ranked.sum())]
-    kept = torch.zeros_like(mass_V)
-    kept[order] = mass_V[order]
-    return kept
+    truncated = torch.zeros_like(mass_V)
+    truncated[order] = mass_V[order]
+    return truncated
 
 
 def top_logprobs(logits_V: Tensor, normalizer: Tensor, k: int) -> tuple[list[int], list[float]]:

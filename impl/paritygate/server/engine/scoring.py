@@ -19,11 +19,11 @@ CHUNK = 128  # rows of logits held at once
 class Scoring:
     """What to score: row i of every list is about prompt token i + 1.
 
-    `own` asks for the prompt's own tokens from position `first` on, `top_k` for the most likely ids there,
+    `prompt_logprobs` asks for the prompt's own tokens from position `first` on, `top_k` for the most likely ids there,
     `targets` for given ids (row -> ids), `alternatives` for that many draws at every position.
     """
 
-    own: bool
+    prompt_logprobs: bool
     first: int
     top_k: int = 0
     targets: tuple[tuple[int, ...], ...] | None = None
@@ -33,7 +33,7 @@ class Scoring:
 
     def rows(self, length: int) -> range:
         """The hidden rows that are needed."""
-        starts = [self.first - 1] if self.own or self.top_k else []
+        starts = [self.first - 1] if self.prompt_logprobs or self.top_k else []
         if self.targets is not None:
             starts.append(next((i for i, ids in enumerate(self.targets) if ids), length - 1))
         if self.alternatives:
@@ -43,9 +43,10 @@ class Scoring:
 
 @dataclass
 class PromptScores:
-    """Logprobs in nats; position 0 has none. `own[i]`, `top[i]` are about token i, `targets[i]` about token i + 1."""
+    """Logprobs in nats; position 0 has none. `prompt_logprobs[i]` and `top[i]` are token i's, `targets[i]` token
+    i + 1's."""
 
-    own: list[float | None]
+    prompt_logprobs: list[float | None]
     top: list[tuple[list[int], list[float]] | None]
     targets: list[list[float]]
     alternatives: list[tuple[list[int], list[float]]]
@@ -71,8 +72,8 @@ def _score_row(
 ) -> None:
     if not math.isfinite(normalizer):
         raise RequestError(f"the model's logits at token {row} are {float(normalizer)}: training diverged")
-    if scoring.own and row + 1 >= scoring.first:
-        scores.own[row + 1] = float(logits_V[token].float() - normalizer)
+    if scoring.prompt_logprobs and row + 1 >= scoring.first:
+        scores.prompt_logprobs[row + 1] = float(logits_V[token].float() - normalizer)
     if scoring.top_k and row + 1 >= scoring.first:
         scores.top[row + 1] = top_logprobs(logits_V, normalizer, scoring.top_k)
     if scoring.targets is not None and scoring.targets[row]:

@@ -73,9 +73,9 @@ class Packing:
         first, new = self.tables[0], _table(datum)
         if first.shape[1] != new.shape[1]:
             return 0
-        least = min(self.shared, len(new))
-        differ = (first[:least] != new[:least]).any(1).nonzero()
-        return int(differ[0, 0]) if len(differ) else least
+        length = min(self.shared, len(new))
+        different = (first[:length] != new[:length]).any(1).nonzero()
+        return int(different[0, 0]) if len(different) else length
 
     def laid_out(self) -> "Layout":
         """The rows themselves."""
@@ -160,12 +160,12 @@ class Pass:
                 logprobs = torch.cat([self._logprobs(part, targets) for part, targets in chunks])
             each = self._loss_gradients(packing.data, tuple(logprobs[index] for index in layout.indices))
             if not self.forward_only:
-                wanted = torch.zeros_like(logprobs).index_add_(0, torch.cat(layout.indices), each)
-                self._backward(hidden, rows, layout.targets, wanted, gradients)
+                grad_logprobs = torch.zeros_like(logprobs).index_add_(0, torch.cat(layout.indices), each)
+                self._backward(hidden, rows, layout.targets, grad_logprobs, gradients)
 
     def _loss_gradients(self, data: list[Datum], logprobs: tuple[Tensor, ...]) -> Tensor:
         """Add each datum's loss and logprobs to the outcome; return d loss / d logprobs, rows of (K,) end to end."""
-        wanted: list[Tensor] = []
+        grad_logprobs: list[Tensor] = []
         width = max(values.shape[1] for values in logprobs)
         for datum, values in zip(data, logprobs, strict=True):
             shape = datum.inputs.target_tokens.shape
@@ -180,8 +180,8 @@ class Pass:
             self.outcome.loss += float(loss.detach())
             self.outcome.logprobs.append(leaf.detach())
             (grad,) = torch.autograd.grad(loss, leaf)
-            wanted.append(torch.nn.functional.pad(grad.reshape(len(values), -1), (0, width - columns)))
-        return torch.cat(wanted)
+            grad_logprobs.append(torch.nn.functional.pad(grad.reshape(len(values), -1), (0, width - columns)))
+        return torch.cat(grad_logprobs)
 
     def _logprobs(self, hidden: Tensor, targets_MK: Tensor) -> Tensor:
         """(M, hidden), (M, K) ids -> (M, K) fp32 logprobs."""
@@ -189,25 +189,25 @@ class Pass:
         return logits.gather(1, targets_MK).float() - normalizers[:, None]
 
     def _backward(
-        self, hidden: Tensor, rows: Tensor, targets: Tensor, wanted: Tensor, gradients: dict[str, Tensor]
+        self, hidden: Tensor, rows: Tensor, targets: Tensor, grad_logprobs: Tensor, gradients: dict[str, Tensor]
     ) -> None:
-        """Differentiate sum(wanted * logprobs): through the head where it is not 0, then through the body."""
-        needed = (wanted != 0).any(1).nonzero()[:, 0]
+        """Differentiate sum(grad_logprobs * logprobs): through the head where it is not 0, then through the body."""
+        needed = (grad_logprobs != 0).any(1).nonzero()[:, 0]
         if len(needed) == 0:
             return
         named = list(self.adapter.parameters())
         head = [(n, p) for n, p in named if n.startswith("unembed.")]
         body = [(n, p) for n, p in named if not n.startswith("unembed.")]
-        into_hidden = torch.zeros_like(rows)
+        grad_hidden = torch.zeros_like(rows)
         for index in needed.split(CHUNK):
             leaf = rows[index].requires_grad_()
-            value = (wanted[index] * self._logprobs(leaf, targets[index])).sum()
+            value = (grad_logprobs[index] * self._logprobs(leaf, targets[index])).sum()
             grads = torch.autograd.grad(value, [leaf, *(p for _, p in head)])
-            into_hidden[index] = grads[0]
+            grad_hidden[index] = grads[0]
             _add(gradients, head, grads[1:])
         if body:
             full = torch.zeros_like(hidden)
-            full[: len(rows)] = into_hidden
+            full[: len(rows)] = grad_hidden
             _add(gradients, body, torch.autograd.grad(hidden, [p for _, p in body], full))
 
 

@@ -53,8 +53,8 @@ async def _reap(service: Service) -> None:
 
 def _guarded(handler: Handler, api_key: str) -> Handler:
     async def guarded(request: Request) -> Response:
-        given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), api_key.encode()):
+        key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(key.encode(), api_key.encode()):
             return _problem("the API key is missing or wrong (header X-API-Key)", 401)
         try:
             return await handler(request)

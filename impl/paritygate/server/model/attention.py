@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from paritygate.server.model import products
-from paritygate.server.model.cache import ROOM, Sequence
+from paritygate.server.model.cache import KEY_BLOCK, Sequence
 
-BLOCK = ROOM
+BLOCK = KEY_BLOCK
 _CAUSAL = torch.full((BLOCK, BLOCK), float("-inf")).triu(1)
 
 
@@ -152,15 +152,15 @@ class _Causal(torch.autograd.Function):
             rows = heads // kv_heads * count
             row = position - ctx.start
             queries = q[:, row : row + count].reshape(kv_heads, rows, dim)
-            into = grads[0][:, row : row + count].reshape(kv_heads, rows, dim)
+            grad_out = grads[0][:, row : row + count].reshape(kv_heads, rows, dim)
             weights = block_weights(q[:, row : row + count], keys, position)[:, :rows]
-            into_weights = torch.bmm(into, values[:, :end].transpose(1, 2))
-            into_scores = weights * (into_weights - (into_weights * weights).sum(-1, keepdim=True))
-            grad_v[:, :end] += torch.bmm(weights.transpose(1, 2), into)
-            grad_k[:, :end] += torch.bmm(into_scores.transpose(1, 2), queries)
-            grad_q[:, row : row + count] = torch.bmm(into_scores, keys[:, :end]).reshape(heads, count, dim)
-        known = ctx.start + length
-        return grad_q, grad_k[:, :known], grad_v[:, :known]
+            grad_weights = torch.bmm(grad_out, values[:, :end].transpose(1, 2))
+            grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
+            grad_v[:, :end] += torch.bmm(weights.transpose(1, 2), grad_out)
+            grad_k[:, :end] += torch.bmm(grad_scores.transpose(1, 2), queries)
+            grad_q[:, row : row + count] = torch.bmm(grad_scores, keys[:, :end]).reshape(heads, count, dim)
+        end = ctx.start + length
+        return grad_q, grad_k[:, :end], grad_v[:, :end]
 
 
 def blocks(start: int, count: int) -> Iterator[tuple[int, int]]:
@@ -182,9 +182,9 @@ def block_weights(q: Tensor, keys: Tensor, position: int) -> Tensor:
     end = (position // BLOCK + 1) * BLOCK
     rows = heads // kv_heads * m
     queries = q.reshape(kv_heads, rows, dim)
-    least = stable_rows(dim)
-    if rows < least:
-        queries = torch.cat([queries, queries.new_zeros(kv_heads, least - rows, dim)], 1)
+    minimum = stable_rows(dim)
+    if rows < minimum:
+        queries = torch.cat([queries, queries.new_zeros(kv_heads, minimum - rows, dim)], 1)
     scores = torch.bmm(queries, keys[:, :end].transpose(1, 2))
     offset = position % BLOCK
     scores[:, :rows].view(kv_heads, heads // kv_heads, m, end)[..., end - BLOCK :] += _CAUSAL[offset : offset + m]

@@ -11,11 +11,11 @@ from torch import Tensor
 from paritygate.server.model.shape import Shape
 
 PAGE = 16  # tokens a cached page
-ROOM = 64  # capacities are multiples of this, the attention's block of keys
+KEY_BLOCK = 64  # capacities are multiples of this, the attention's block of keys
 
 
 class Sequence:
-    """One sequence in the making: keys and values (L, 2, K, room, D) in fp32, hidden states, how many are computed.
+    """One sequence in the making: keys and values (L, 2, K, capacity, D) in fp32, hidden states, how many are computed.
 
     Memory grows as tokens come; `reserved` counts what it may grow to.
     """
@@ -26,20 +26,20 @@ class Sequence:
         self.capacity = _whole(capacity)
         self.tokens = list(tokens)
         self.done = 0
-        self.kv, self.hidden = self._buffers(min(self.capacity, _whole(len(tokens) + ROOM)))
+        self.kv, self.hidden = self._buffers(min(self.capacity, _whole(len(tokens) + KEY_BLOCK)))
 
     @property
     def reserved(self) -> int:
         """Bytes at full capacity."""
         return self.capacity * (self.kv[:, :, :, :1].nbytes + self.hidden[:1].nbytes)
 
-    def make_room(self, length: int) -> None:
+    def grow(self, length: int) -> None:
         """See to memory for `length` tokens."""
-        room = self.hidden.shape[0]
-        if length <= room:
+        allocated = self.hidden.shape[0]
+        if length <= allocated:
             return
         kv, hidden = self.kv, self.hidden
-        self.kv, self.hidden = self._buffers(min(self.capacity, _whole(max(length, room * 3 // 2))))
+        self.kv, self.hidden = self._buffers(min(self.capacity, _whole(max(length, allocated * 3 // 2))))
         self._copy(kv, hidden)
 
     def fork(self) -> "Sequence":
@@ -49,12 +49,12 @@ class Sequence:
         copy._copy(self.kv, self.hidden)
         return copy
 
-    def _buffers(self, room: int) -> tuple[Tensor, Tensor]:
+    def _buffers(self, length: int) -> tuple[Tensor, Tensor]:
         shape = self.shape
         # Zeros, not empty: masked keys still enter a product with weight 0, and 0 * NaN is NaN.
         return (
-            torch.zeros(shape.layers, 2, shape.kv_heads, room, shape.head_dim),
-            torch.zeros(room, shape.hidden, dtype=self.dtype),
+            torch.zeros(shape.layers, 2, shape.kv_heads, length, shape.head_dim),
+            torch.zeros(length, shape.hidden, dtype=self.dtype),
         )
 
     def _copy(self, kv: Tensor, hidden: Tensor) -> None:
@@ -63,7 +63,7 @@ class Sequence:
 
 
 def _whole(tokens: int) -> int:
-    return -(-tokens // ROOM) * ROOM
+    return -(-tokens // KEY_BLOCK) * KEY_BLOCK
 
 
 @dataclass(frozen=True)

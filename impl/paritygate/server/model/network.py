@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from paritygate.errors import BadInputError
 from paritygate.server.model.attention import PlainAttention
 from paritygate.server.model.lora import LoraLinear, Routes, Target, Weights, apply_linear
-from paritygate.server.model.products import FrozenLinear, least_rows, log_normalizers
+from paritygate.server.model.products import FrozenLinear, log_normalizers, min_rows
 from paritygate.server.model.shape import read_shape
 
 
@@ -36,7 +36,7 @@ class Network:
         _register_attention()
         self.folder = folder
         self.dtype = dtype
-        self.min_rows = least_rows(dtype)
+        self.min_rows = min_rows(dtype)
         with _no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, attn_implementation=_NAME
@@ -57,7 +57,7 @@ class Network:
         ]
         for layer in self._layers:
             layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
-        self._compare_with_its_own_attention()
+        self._check_packed_attention()
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype = torch.float32) -> "Network":
@@ -72,7 +72,7 @@ class Network:
                 f"--model {folder}: transformers cannot load it ({type(error).__name__}: {reason})"
             ) from error
 
-    def _compare_with_its_own_attention(self) -> None:
+    def _check_packed_attention(self) -> None:
         """BadInputError unless packed rows give what the model gives by itself: no list of features can promise it."""
         length = min(32, self.shape.context)
         tokens = torch.arange(length) % self.shape.vocabulary

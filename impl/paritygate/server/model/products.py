@@ -1,7 +1,7 @@
 """Linear layers and attention by the compiled kernels of products.cpp, or by torch where they cannot be had.
 
 The kernels give a row the same bits in any company and at any number of threads, by construction; torch does from
-`least_rows` up, on one thread (design/030). A process uses one or the other throughout.
+`min_rows` up, on one thread (design/030). A process uses one or the other throughout.
 """
 
 import ctypes
@@ -35,12 +35,12 @@ def available() -> bool:
     return True
 
 
-_own = threading.local()
+_local = threading.local()
 
 
 def threads() -> int:
     """How many threads the kernels use that the calling thread runs."""
-    return getattr(_own, "threads", 1)
+    return getattr(_local, "threads", 1)
 
 
 def use_threads(count: int, dtype: torch.dtype) -> None:
@@ -48,7 +48,7 @@ def use_threads(count: int, dtype: torch.dtype) -> None:
 
     Beside the kernels torch stays with one thread: split by threads, even its element-wise operations move bits.
     """
-    _own.threads = count
+    _local.threads = count
     torch.set_num_threads(1 if serves(dtype) else count)
 
 
@@ -57,7 +57,7 @@ def serves(dtype: torch.dtype) -> bool:
     return available() and dtype in (torch.float32, torch.bfloat16)
 
 
-def least_rows(dtype: torch.dtype) -> int:
+def min_rows(dtype: torch.dtype) -> int:
     """The fewest rows of a linear layer from which on a row's bits do not depend on their number."""
     return 1 if serves(dtype) else 16  # torch takes another path, with other last bits, for fewer
 
@@ -87,27 +87,27 @@ class FrozenLinear:
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach()
         self.packed = serves(weight.dtype)
-        self._held = _pack(weight.detach()) if self.packed else weight.detach()
+        self._weight = _pack(weight.detach()) if self.packed else weight.detach()
 
     @property
     def weight(self) -> Tensor:
         """(out, in); laid out anew where it is held in panels."""
-        return self._held.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs] if self.packed else self._held
+        return self._weight.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs] if self.packed else self._weight
 
     @property
     def nbytes(self) -> int:
         """Memory of the weight."""
-        return self._held.nbytes
+        return self._weight.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
         if not self.packed:
-            return _by_torch(rows, self._held, self.bias)
+            return _by_torch(rows, self._weight, self.bias)
         out = _Product.apply(rows, None, self) if rows.requires_grad else self.product(rows)
         return out if self.bias is None else out + self.bias
 
     def product(self, rows: Tensor) -> Tensor:
         """The kernel's product, bias left out and no graph made."""
-        return _multiply(rows, self._held, self.outputs)
+        return _multiply(rows, self._weight, self.outputs)
 
 
 class _Product(torch.autograd.Function):
@@ -122,12 +122,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
-        (into,) = grads
+        (grad_out,) = grads
         if ctx.frozen is not None:
-            return _multiply(into, _pack(ctx.frozen.weight.T), ctx.frozen.inputs), None, None
+            return _multiply(grad_out, _pack(ctx.frozen.weight.T), ctx.frozen.inputs), None, None
         rows, weight = ctx.saved_tensors
-        into_rows = _multiply(into, _pack(weight.T), weight.shape[1]) if ctx.needs_input_grad[0] else None
-        return into_rows, into.flatten(0, -2).T @ rows.flatten(0, -2), None
+        grad_rows = _multiply(grad_out, _pack(weight.T), weight.shape[1]) if ctx.needs_input_grad[0] else None
+        return grad_rows, grad_out.flatten(0, -2).T @ rows.flatten(0, -2), None
 
 
 def _pack(weight: Tensor) -> Tensor:

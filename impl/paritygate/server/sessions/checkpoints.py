@@ -197,16 +197,16 @@ class Store:
     def listed(self, run: str | None = None) -> list[Checkpoint]:
         """Every live checkpoint, oldest first."""
         pattern = "*/*/*/checkpoint.json"
-        found: list[Checkpoint] = []
+        checkpoints: list[Checkpoint] = []
         for file in self.folder.glob(pattern):
             name, kind, folder = file.parent.name, file.parent.parent.name, file.parent.parent.parent.name
             if name.startswith(".") or (run is not None and folder != run):
                 continue
             try:
-                found.append(self.find(f"tinker://{folder}/{kind}/{name}"))
+                checkpoints.append(self.find(f"tinker://{folder}/{kind}/{name}"))
             except RequestError:
                 continue
-        return sorted(found, key=lambda c: c.created)
+        return sorted(checkpoints, key=lambda c: c.created)
 
     def sweep(self) -> None:
         """Delete what has expired, and what killed servers had begun to save."""

@@ -79,12 +79,12 @@ class Promises:
         return promise_id in self._gone
 
     def follow(self, promise: Promise, future: "Future[Any]", encode: Callable[[Any], Payload]) -> None:
-        """Settle the promise on the event loop when the engine settles the future."""
+        """Resolve the promise on the event loop when the engine resolves the future."""
         loop = asyncio.get_running_loop()
         if promise.cancel is None:
             promise.cancel = future.cancel
 
-        def settle() -> None:
+        def resolve() -> None:
             error = None if future.cancelled() else future.exception()
             if future.cancelled():
                 self.fail(promise, "the request was cancelled", "user")
@@ -98,7 +98,7 @@ class Promises:
 
         def on_done(_: "Future[Any]") -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(settle)
+                loop.call_soon_threadsafe(resolve)
 
         future.add_done_callback(on_done)
 
@@ -106,7 +106,7 @@ class Promises:
         if promise.id in self._promises:  # else nobody can ask for it any more
             promise.payload = payload
             self.bytes += len(payload.body)
-        self._settled(promise)
+        self._finished(promise)
 
     def fail_with(self, promise: Promise, error: BaseException) -> None:
         """Fail with an exception: a RequestError is the client's, anything else the server's."""
@@ -117,7 +117,7 @@ class Promises:
 
     def fail(self, promise: Promise, message: str, category: str) -> None:
         promise.error = (message, category)
-        self._settled(promise)
+        self._finished(promise)
 
     def drop(self, promise: Promise) -> None:
         """Forget a promise, and cancel its work if it is under way."""
@@ -138,7 +138,7 @@ class Promises:
         for promise in [p for p in self._promises.values() if p.session == session]:
             self.drop(promise)
 
-    def _settled(self, promise: Promise) -> None:
+    def _finished(self, promise: Promise) -> None:
         promise.finished = time.monotonic()
         promise.cancel = None
         promise.event.set()

@@ -56,9 +56,9 @@ class Samplers:
     def create(self, session: str, body: Fields) -> Sampler:
         """The sampler of a create_sampling_session request; the same request again finds the same one."""
         sampler_id = f"{session}:sample:{body.integer('sampling_session_seq_id', low=0)}"
-        known = self._samplers.get(sampler_id)
-        if known is not None:
-            return known
+        existing = self._samplers.get(sampler_id)
+        if existing is not None:
+            return existing
         path, base_model = body.optional_text("model_path"), body.optional_text("base_model")
         if path is None and base_model is None:
             raise RequestError("one of model_path and base_model must be given")
@@ -153,8 +153,8 @@ class Samplers:
 
     def _evict(self) -> None:
         """Move the weights that were used longest ago to disk until the rest fits; the newest always stays."""
-        held = {s.version: s.snapshot.bytes() for s in self._samplers.values() if s.snapshot is not None}
-        total = sum(held.values())
+        sizes = {s.version: s.snapshot.bytes() for s in self._samplers.values() if s.snapshot is not None}
+        total = sum(sizes.values())
         for sampler in list(self._samplers.values())[:-1]:
             if total <= self.limits.sampler_bytes:
                 return
@@ -167,4 +167,4 @@ class Samplers:
                     return
             sampler.snapshot = None
             if not any(s.version == sampler.version and s.snapshot is not None for s in self._samplers.values()):
-                total -= held[sampler.version]
+                total -= sizes[sampler.version]

@@ -33,17 +33,17 @@ def decode_prompt(fields: Fields, shape: Shape) -> list[int]:
 def decode_sampling_params(fields: Fields, prompt: list[int], shape: Shape, seed: int) -> SamplingParams:
     """Sampling parameters with defaults filled in; `seed` is used where the request names none."""
     params = fields.child("sampling_params")
-    room = shape.context - len(prompt)
-    asked = params.optional_integer("max_tokens", low=1)
+    available = shape.context - len(prompt)
+    max_tokens = params.optional_integer("max_tokens", low=1)
     # A scoring request is one token past its prompt, and a prompt may fill the context.
-    if asked is not None and asked > max(room, 1):
+    if max_tokens is not None and max_tokens > max(available, 1):
         raise RequestError(
-            f"prompt of {len(prompt)} tokens + max_tokens {asked} is over the model's context of {shape.context}"
+            f"prompt of {len(prompt)} tokens + max_tokens {max_tokens} is over the model's context of {shape.context}"
         )
     chosen = params.optional_integer("seed", low=-(2**63), high=2**64 - 1)
     stop_tokens, stop_strings = _stops(params, shape)
     return SamplingParams(
-        max_tokens=asked if asked is not None else max(room, 1),
+        max_tokens=max_tokens if max_tokens is not None else max(available, 1),
         seed=seed if chosen is None else chosen,
         temperature=params.number("temperature", 1.0, low=0, high=1e6),
         top_k=params.integer("top_k", -1, low=-1),
@@ -71,19 +71,19 @@ def _stops(params: Fields, shape: Shape) -> tuple[frozenset[int], tuple[str, ...
 
 def decode_scoring(fields: Fields, prompt: list[int], params: SamplingParams, limits: Limits) -> Scoring | None:
     """What the request wants scored, None for nothing."""
-    own = fields.flag("prompt_logprobs", False)
+    prompt_logprobs = fields.flag("prompt_logprobs", False)
     top_k = fields.integer("topk_prompt_logprobs", 0, low=0, high=limits.top_logprobs)
     alternatives = fields.integer("prompt_alt_tokens_k", 0, low=0, high=limits.top_logprobs)
     last_n = fields.optional_integer("prompt_logprobs_last_n", low=1)
-    if last_n is not None and not own:
+    if last_n is not None and not prompt_logprobs:
         raise RequestError("prompt_logprobs_last_n needs prompt_logprobs")
     if last_n is not None and last_n > len(prompt) - 1:
         raise RequestError(f"prompt_logprobs_last_n {last_n} is over len(prompt) - 1 = {len(prompt) - 1}")
     targets = _targets(fields, prompt, limits)
-    if not (own or top_k or alternatives or targets is not None):
+    if not (prompt_logprobs or top_k or alternatives or targets is not None):
         return None
     return Scoring(
-        own=own,
+        prompt_logprobs=prompt_logprobs,
         first=1 if last_n is None else len(prompt) - last_n,
         top_k=top_k,
         targets=targets,
@@ -146,8 +146,8 @@ def encode_sample(result: SampleResult, prompt: list[int], body: Fields) -> byte
     if scores is None:
         return message.SerializeToString()
     if body.data.get("prompt_logprobs"):
-        own = [np.nan if value is None else value for value in scores.own]
-        message.prompt_logprobs = np.asarray(own, dtype="<f4").tobytes()
+        prompt_logprobs = [np.nan if value is None else value for value in scores.prompt_logprobs]
+        message.prompt_logprobs = np.asarray(prompt_logprobs, dtype="<f4").tobytes()
     if body.data.get("topk_prompt_logprobs"):
         message.topk_prompt_logprobs.CopyFrom(_topk(scores.top))
     if body.data.get("target_prompt_logprobs") is not None:
@@ -173,19 +173,19 @@ def _topk(rows: list[tuple[list[int], list[float]] | None]) -> "pb.TopkLogprobs"
     return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=values.tobytes(), k=k, length=len(rows))
 
 
-def _scored(targets: list[list[float]], asked: Fields, prompt: list[int]) -> "pb.Tensor":
+def _scored(targets: list[list[float]], request: Fields, prompt: list[int]) -> "pb.Tensor":
     """Scores in the request's own shape and layout, 0.0 where it had -1."""
-    ids = decode_targets(asked, len(prompt) - 1)
+    ids = decode_targets(request, len(prompt) - 1)
     out = np.zeros(ids.shape, "<f4")
     for row, values in enumerate(targets):
         if values:
             out[row, ids[row] >= 0] = values
     message = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=list(ids.shape))
-    if asked.data.get("sparse_crow_indices") is None:
+    if request.data.get("sparse_crow_indices") is None:
         message.dense = out.tobytes()
         return message
-    crow = np.asarray(asked.items("sparse_crow_indices"), dtype="<i8")
-    col = np.asarray(asked.items("sparse_col_indices"), dtype="<i8")
+    crow = np.asarray(request.items("sparse_crow_indices"), dtype="<i8")
+    col = np.asarray(request.items("sparse_col_indices"), dtype="<i8")
     rows = np.repeat(np.arange(ids.shape[0]), np.diff(crow))
     message.sparse_csr.values = out[rows, col].tobytes()
     message.sparse_csr.crow_indices = crow.tobytes()

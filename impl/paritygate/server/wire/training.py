@@ -1,6 +1,7 @@
 """forward_backward and optim_step on the wire of tinker 0.38.0: protobuf and JSON in, checked values out, and back."""
 
 import math
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from paritygate.server.engine.losses import LossInputs, find_loss
 from paritygate.server.engine.training import AdamParams, Datum, Outcome
 from paritygate.server.errors import RequestError
 from paritygate.server.limits import Limits
+from paritygate.server.model.lora import LoraSpec
 from paritygate.server.model.shape import Shape
 from paritygate.server.wire.fields import Fields, check_tokens, dense_rows
 
@@ -169,3 +171,26 @@ def decode_adam(fields: Fields) -> AdamParams:
         weight_decay=adam.number("weight_decay", 0.0, low=0, high=huge),
         grad_clip_norm=adam.number("grad_clip_norm", 0.0, low=-huge, high=huge),
     )
+
+
+def decode_lora(body: Fields, limits: Limits) -> LoraSpec:
+    """The lora_config of a create_model, defaults filled in; RequestError where nothing would be trained."""
+    config = body.child("lora_config") if body.data.get("lora_config") is not None else Fields({}, "body.lora_config")
+    seed = config.optional_integer("seed", low=-(2**63), high=2**64 - 1)
+    spec = LoraSpec(
+        rank=config.integer("rank", 32, low=1, high=limits.lora_rank),
+        seed=secrets.randbits(63) if seed is None else seed,
+        attn=config.flag("train_attn", True),
+        mlp=config.flag("train_mlp", True),
+        unembed=config.flag("train_unembed", True),
+    )
+    if not (spec.attn or spec.mlp or spec.unembed):
+        raise RequestError("lora_config: at least one of train_attn, train_mlp and train_unembed must be true")
+    return spec
+
+
+def check_optimizer(body: Fields) -> None:
+    """RequestError for an optimizer_config that is not AdamW."""
+    config = body.data.get("optimizer_config")
+    if isinstance(config, dict) and config.get("type", "adamw") != "adamw":
+        raise RequestError(f"optimizer {config.get('type')!r} is not served: only adamw is")
