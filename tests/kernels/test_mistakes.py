@@ -1,62 +1,25 @@
-"""Mistakes in the kernels' own source: each is compiled from a copy, and the comparison with the reference goes red."""
+"""Mistakes in the kernels' own source (tests/mutants/kernels.py): the comparison with the reference goes red."""
 
-import ctypes
-import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from paritygate.losses import sdpo, spod
-from paritygate.losses.engines import cpp
-from paritygate.native import libraries
 from paritygate_reference import sdpo as reference
 from tests.kernels.kernel_batches import batch
-from tests.kernels.test_compiled import sources
 from tests.kernels.test_divergence import both, logits
 from tests.kernels.test_rows import holds, needs_compiler
+from tests.mutants import kernels
 
 pytestmark = needs_compiler
-MISTAKES = {  # name -> file, the expression that stands there once, the mistaken one
-    "a tie is protected": ("spod.cpp", "x.success[action] && apart < 0", "x.success[action] && apart <= 0"),
-    "the gate not asked": ("spod.cpp", "!x.success[action] || !x.gate[action]", "!x.success[action]"),
-    "the floor above tau0": ("spod.cpp", "x.logprobs[2 * action] < x.log_tau0", "x.logprobs[2 * action] > x.log_tau0"),
-    "lambda forgotten": ("spod.cpp", "w * x.floor_weight", "w"),
-    "-inf not looked for": ("rows.hpp", "dq > -745.0f ? eq * (dq - dp) : Vec{}", "eq * (dq - dp)"),
-    "one maximum for both sides": ("rows.hpp", "splat(row.p.centre())", "splat(row.q.centre())"),
-    "p and q exchanged": ("rows.hpp", "wp * exponential(dp) - teacher", "teacher - wp * exponential(dp)"),
-    "the log sums exchanged": (
-        "divergence.cpp",
-        "cross / of_a.sum - (there - of_b.maximum) - std::log(of_a.sum) + std::log(of_b.sum)",
-        "cross / of_a.sum - (there - of_b.maximum) + std::log(of_a.sum) - std::log(of_b.sum)",
-    ),
-    "the mixture's weight": ("divergence.cpp", "(1 - mixture) * p_part + mixture * q_part", "0.5 * (p_part + q_part)"),
-    "the mixture's slope": ("divergence.cpp", "scale * (1 - mixture)", "scale * mixture"),
-    "the tail dropped": ("truncated.cpp", "sum_of(kept_sum) + rest", "sum_of(kept_sum)"),
-    "the cap forgotten": ("truncated.cpp", "rest < smallest", "rest < 0"),
-    "a capped tail with a gradient": ("truncated.cpp", "tail && p.capped", "false"),
-    "ties to the highest index": (
-        "truncated.cpp",
-        "a.value == b.value && a.at < b.at",
-        "a.value == b.value && a.at > b.at",
-    ),
-    "the teacher is the student": ("truncated.cpp", "fill(q, this->teacher(i), at)", "fill(q, this->student(i), at)"),
-    "no slope outside": ("truncated.cpp", "weighted[k] / std::exp(p.log[k]) - total", "-total"),
-}
 
 
 @pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    """One library with every mistake, of which a number chooses one; not optimised, for float32 alone: two seconds."""
-    texts = {name: source.decode() for name, source in sources().items()}
-    texts["vector.hpp"] = texts["vector.hpp"].replace(
-        "#pragma once", '#pragma once\nextern "C" { inline int mistake = 0; }'
-    )
-    for number, (file, right, wrong) in enumerate(MISTAKES.values(), 1):
-        assert texts[file].count(right) == 1, f"{file} holds the text to edit {texts[file].count(right)} times: {right}"
-        texts[file] = texts[file].replace(right, f"(mistake == {number} ? ({wrong}) : ({right}))")
-    units = {name: re.sub(r"\n    if \(x->dtype == [12]\)[^\n]*", "", text).encode() for name, text in texts.items()}
-    return libraries.open_library(libraries.build((libraries.compiler_command()[0], "-O0"), units))
+def library() -> bytes:
+    """One library with every mistake."""
+    return kernels.switched_library()
 
 
 def spod_holds() -> None:
@@ -96,16 +59,14 @@ COMPARISONS = {
 }
 
 
-@pytest.mark.parametrize("name", [None, *MISTAKES])
-def test_the_comparison_goes_red(name: str | None, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """... with a mistake, and is green without one."""
-    monkeypatch.setattr(cpp, "library", lambda: library)
-    chosen = ctypes.c_int.in_dll(library, "mistake")
-    if name is None:
-        chosen.value = 0
-        for holds_up in COMPARISONS.values():
-            holds_up()
-        return
-    chosen.value = list(MISTAKES).index(name) + 1
+def test_the_comparisons_are_green_without_a_mistake(library: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.use(library, 0, monkeypatch)
+    for comparison in COMPARISONS.values():
+        comparison()
+
+
+@pytest.mark.parametrize("number", range(len(kernels.MUTANTS)), ids=lambda number: kernels.MUTANTS[number].name)
+def test_the_comparison_goes_red(number: int, library: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.use(library, number + 1, monkeypatch)
     with pytest.raises(AssertionError):
-        COMPARISONS[MISTAKES[name][0]]()
+        COMPARISONS[Path(kernels.MUTANTS[number].file).name]()

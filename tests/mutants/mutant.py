@@ -1,25 +1,27 @@
-"""What a mutant is: a named mistake as small edits of impl, and the obligation that has to go red."""
+"""What a mutant is: a named mistake as edits of impl, and the one thing that has to notice it."""
 
 from typing import NamedTuple
 
-Edit = tuple[
-    str, str, str
-]  # file under impl/paritygate/losses, the text that stands there once, the text of the mistake
+Edit = tuple[str, str, str]  # file under impl/paritygate, the text that stands there once, the text of the mistake
 
 
 class Mutant(NamedTuple):
-    """A mistake (and where it was made), its edits, and the obligation that catches it."""
+    """A mistake that somebody made (`why` says where), and what it dies by.
+
+    `dies_by` is an obligation of spec/losses.json ("spod/gate") for an edit of a loss, or a test
+    ("tests/agent/test_tokens.py::test_...") for an edit of anything else. Of a harmless edit it is the loss ("spod")
+    whose obligations have to stay green. `also` holds further edits that belong to the same mistake.
+    """
 
     name: str
-    mistake: str
-    obligation: str
-    edits: tuple[Edit, ...]
+    why: str
+    dies_by: str
+    file: str
+    old: str
+    new: str
+    also: tuple[Edit, ...] = ()
 
-
-def one(name: str, mistake: str, obligation: str, file: str, old: str, new: str) -> Mutant:
-    """A mutant of a single edit."""
-    return Mutant(name, mistake, obligation, ((file, old, new),))
-
-
-GATE, LEVELS, ROWS = "gate.py", "spod/levels.py", "engines/float64.py"
-BUCKETS, DIVERGENCE, LOGIT, TEACHERS = "buckets.py", "sdpo/divergence.py", "sdpo/logit_level.py", "sdpo/teachers.py"
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """All edits, the first one first."""
+        return ((self.file, self.old, self.new), *self.also)

@@ -23,7 +23,6 @@ import shutil
 import sys
 import tempfile
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,7 +35,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
-from tests.mutants.run import ROOT, cases, hypothesis, ledger, load_losses, paritygate
+from tests.mutants.hold import ROOT, cases, hypothesis, ledger, load_losses, paritygate
 
 LOSSES = ROOT / "impl/paritygate/losses"
 TESTS = (
@@ -47,6 +46,8 @@ TESTS = (
     *(f"tests.parity.test_{name}" for name in ("averaging", "grpo", "policy_gradient", "sdpo", "spod")),
     *(f"tests.kernels.test_{name}" for name in ("rows", "divergence", "fused", "truncated")),
 )
+# Bit and integer arithmetic where floats are divided and multiplied: torch refuses them at the first test.
+LEFT_OUT = re.compile(r"core/ReplaceBinaryOperator_\w+_(FloorDiv|Mod|Pow|LShift|RShift|BitOr|BitAnd|BitXor)")
 MEMORY = 16 << 30  # bytes of address space: a mutant may ask for anything
 
 
@@ -81,19 +82,13 @@ class Fate(NamedTuple):
     became: str
 
 
-def left_out() -> re.Pattern[str]:
-    """Names of the operators that cosmic-ray.toml leaves out."""
-    config = tomllib.loads((ROOT / "cosmic-ray.toml").read_text())["cosmic-ray"]
-    return re.compile("|".join(config["filters"]["operators-filter"]["exclude-operators"]))
-
-
 def sites(file: str) -> list[Site]:
     """Every mutant of a file of the losses that an operator makes which takes no arguments and is not left out."""
     source = (LOSSES / file).read_text()
     nodes, known = list(ast_nodes(get_ast(source))), statements(source)
     found = []
     for name in sorted(operator_names()):
-        if get_operator(name).arguments() or left_out().match(name):
+        if get_operator(name).arguments() or LEFT_OUT.match(name):
             continue
         operator = get_operator(name)()
         places = [place for node in nodes for place in operator.mutation_positions(node)]

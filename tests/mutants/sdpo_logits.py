@@ -1,9 +1,13 @@
-"""The catalogue's mistakes in SDPO at logit level: divergences, truncation, aggregation, a service's weights."""
+"""Known mistakes in SDPO at logit level: divergences, truncation, aggregation, a service's weights."""
 
-from tests.mutants.mutant import BUCKETS, DIVERGENCE, LOGIT, Mutant, one
+from tests.mutants.mutant import Mutant
 
-LOGITS = (
-    one(
+BUCKETS = "losses/buckets.py"
+DIVERGENCE = "losses/sdpo/divergence.py"
+LOGIT = "losses/sdpo/logit_level.py"
+
+MUTANTS = (
+    Mutant(
         "kl-swapped",
         "KL direction swapped",
         "sdpo/logit_loss",
@@ -11,7 +15,7 @@ LOGITS = (
         "return kl_divergence(q.log, p.log) + (q.excess - p.excess)",
         "return kl_divergence(p.log, q.log) + (p.excess - q.excess)",
     ),
-    one(
+    Mutant(
         "k3-gradient",
         "k3 as a reverse KL: its gradient is the forward one",
         "sdpo/logit_gradient",
@@ -19,15 +23,15 @@ LOGITS = (
         'if options.divergence == "forward_kl":\n        return -q.log.exp()',
         'if options.divergence in ("forward_kl", "reverse_kl"):\n        return -q.log.exp()',
     ),
-    one(
+    Mutant(
         "mixture-swapped",
         "JSD with the mixture weight on the wrong side",
         "sdpo/logit_loss",
-        "numerics.py",
+        "losses/numerics.py",
         "log_p + torch.log1p(mixture * rest), log_q + torch.log1p((1.0 - mixture) * rest)",
         "log_p + torch.log1p((1.0 - mixture) * rest), log_q + torch.log1p(mixture * rest)",
     ),
-    one(
+    Mutant(
         "jsd-gradient-unweighted",
         "the JSD's gradient without 1 - alpha",
         "sdpo/logit_gradient",
@@ -35,7 +39,7 @@ LOGITS = (
         "return (1.0 - options.mixture) * mass *",
         "return mass *",
     ),
-    one(
+    Mutant(
         "mean-over-vocabulary",
         "mean over sequence times vocabulary (TRL #4105)",
         "sdpo/logit_loss",
@@ -43,7 +47,7 @@ LOGITS = (
         '"token_mean": 1.0 / tokens.sum(),',
         '"token_mean": 1.0 / tokens.sum() / 33,',
     ),
-    one(
+    Mutant(
         "per-micro-batch",
         "normalised per micro-batch (here of one row) instead of per batch (TRL #6006, SkyRL #1296)",
         "sdpo/logit_loss",
@@ -51,7 +55,7 @@ LOGITS = (
         '"token_mean": 1.0 / tokens.sum(),',
         '"token_mean": 1.0 / (tokens * read.shape[0]),',
     ),
-    one(
+    Mutant(
         "truncated-tokens-count",
         "truncated tokens stay in the denominator (TRL #6439)",
         "sdpo/logit_loss",
@@ -59,7 +63,7 @@ LOGITS = (
         '"token_mean": 1.0 / tokens.sum(),',
         '"token_mean": torch.full_like(tokens, 1.0 / read.numel()),',
     ),
-    one(
+    Mutant(
         "masked-rows-count",
         "rows without a token stay in the mean (TRL's SDPO)",
         "sdpo/logit_loss",
@@ -71,8 +75,10 @@ LOGITS = (
         "masked-nan-leaks",
         "-inf at a masked position gives a NaN gradient (TRL #5594): the mask multiplies",
         "sdpo/logit_gradient",
-        (
-            (LOGIT, "if validate:  # having waited for the device, drop the rows that are not read", "if False:"),
+        LOGIT,
+        "if validate:  # having waited for the device, drop the rows that are not read",
+        "if False:",
+        also=(
             (
                 DIVERGENCE,
                 "torch.where(keep, student[start:stop], 0.0).double()",
@@ -87,15 +93,15 @@ LOGITS = (
             (LOGIT, "if places is not None and top_k is not None and not tail:", "if False:"),
         ),
     ),
-    one(
+    Mutant(
         "logit-mask-off-by-one",
         "loss mask off by one (verl #3287)",
         "sdpo/logit_loss",
-        "checks.py",
+        "losses/checks.py",
         "    return mask == 1",
         "    return (mask == 1).roll(1, -1)",
     ),
-    one(
+    Mutant(
         "teacher-logits-off-by-one",
         "teacher scored one position early",
         "sdpo/logit_loss",
@@ -103,7 +109,7 @@ LOGITS = (
         "teacher_logits.detach().reshape(-1, vocabulary)",
         "teacher_logits.detach().nan_to_num(0.0).roll(1, -2).reshape(-1, vocabulary)",
     ),
-    one(
+    Mutant(
         "teacher-temperature",
         "teacher scored at another temperature (slime #2085)",
         "sdpo/logit_loss",
@@ -111,7 +117,7 @@ LOGITS = (
         "teacher_logits.detach().reshape(-1, vocabulary)",
         "(teacher_logits.detach() / 1.1).reshape(-1, vocabulary)",
     ),
-    one(
+    Mutant(
         "empty-is-detached",
         "an empty batch returns a zero detached from the graph (TRL #5569)",
         "sdpo/empty",
@@ -119,15 +125,15 @@ LOGITS = (
         "    vocabulary = student_logits.shape[-1]\n",
         "    vocabulary = student_logits.shape[-1]\n    if not read.any():\n        return torch.zeros(())\n",
     ),
-    one(
+    Mutant(
         "kl-clipped-per-entry",
         "per-vocabulary KL clipped, which can invert the loss (TRL #5990)",
         "sdpo/logit_loss",
-        "numerics.py",
+        "losses/numerics.py",
         "return torch.where(a == 0, b, terms).sum(-1)",
         "return torch.where(a == 0, b, terms).clamp(max=0.3).sum(-1)",
     ),
-    one(
+    Mutant(
         "top-k-is-a-kl",
         "a truncated top k treated as a KL (verl #7856): neither tail nor renormalised",
         "sdpo/logit_loss",
@@ -135,7 +141,7 @@ LOGITS = (
         "return Buckets(log_softmax(logits.gather(1, kept)), 0.0, None)",
         "return Buckets(log_p.gather(1, kept), 0.0, None)",
     ),
-    one(
+    Mutant(
         "clamp-kills-gradient",
         "a clamp of the log-ratio kills the gradient (verl #7856)",
         "sdpo/logit_gradient",
@@ -143,7 +149,7 @@ LOGITS = (
         "mass * torch.where(mass > 0, ratios - common, 0.0)",
         "mass * torch.where(mass > 0, (ratios - common).clamp(-2.0, 2.0), 0.0)",
     ),
-    one(
+    Mutant(
         "tail-without-gradient",
         "the tail bucket left out of the gradient",
         "sdpo/logit_gradient",
@@ -151,7 +157,7 @@ LOGITS = (
         "torch.where(outside, of_tail, 0.0) - total",
         "torch.where(outside, of_tail * 0.0, 0.0) - total",
     ),
-    one(
+    Mutant(
         "cap-with-gradient",
         "a capped tail differentiated as if it were not",
         "sdpo/logit_gradient",
@@ -159,7 +165,7 @@ LOGITS = (
         "torch.where(p.capped[:, None], 0.0, weighted[:, -1:])",
         "weighted[:, -1:]",
     ),
-    one(
+    Mutant(
         "teachers-top-k",
         "the top k of the teacher (verl) instead of the student",
         "sdpo/logit_loss",
@@ -169,7 +175,7 @@ LOGITS = (
         "def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:\n"
         "    kept = None if options.top_k is None else lowest_top_k(teacher, options.top_k)",
     ),
-    one(
+    Mutant(
         "ties-of-top-k",
         "ties in the top k to the highest index",
         "sdpo/logit_loss",
@@ -177,7 +183,7 @@ LOGITS = (
         "keep = above | (level & (level.cumsum(-1) <= room))",
         "keep = above | (level & (level.flip(-1).cumsum(-1).flip(-1) <= room))",
     ),
-    one(
+    Mutant(
         "ratio-ignored",
         "the importance ratio forgotten",
         "sdpo/logit_loss",
@@ -185,7 +191,7 @@ LOGITS = (
         "weights = weights * _checked_ratio(importance_ratio, read, validate)",
         "weights = weights * (_checked_ratio(importance_ratio, read, validate) >= 0)",
     ),
-    one(
+    Mutant(
         "half-arithmetic",
         "differences of logarithms in float32: digits lost where teacher and student nearly agree",
         "sdpo/logit_loss",
@@ -193,73 +199,73 @@ LOGITS = (
         "torch.where(keep, student[start:stop], 0.0).double(),",
         "torch.where(keep, student[start:stop], 0.0).float().log_softmax(-1).double(),",
     ),
-    one(
+    Mutant(
         "python-scalars-are-float32",
         "torch.where of two Python numbers is float32 (found here while this was written)",
         "sdpo/logit_gradient",
-        "numerics.py",
+        "losses/numerics.py",
         "log_p + torch.log1p(mixture * rest), log_q + torch.log1p((1.0 - mixture) * rest))",
         "log_p, log_q) + torch.log1p(torch.where(larger, mixture, 1.0 - mixture) * rest)",
     ),
-    one(
+    Mutant(
         "weights-are-the-teacher",
         "w = q alone: truncated cross-entropy, not a KL (tinker-cookbook's top k)",
         "sdpo/service_weights",
-        "sdpo/service_weights.py",
+        "losses/sdpo/service_weights.py",
         "return log_q.exp() - p\n",
         "return log_q.exp()\n",
     ),
-    one(
+    Mutant(
         "weights-without-tail",
         "the tail's share left out of the weights",
         "sdpo/service_weights",
-        "sdpo/service_weights.py",
+        "losses/sdpo/service_weights.py",
         "return log_q.exp() - (q_tail - p_tail).exp() * p",
         "return log_q.exp()",
     ),
-    one(
+    Mutant(
         "small-tails-kept",
         "a tail near the cap kept, where one over it is not a number to trust",
         "sdpo/service_weights",
-        "sdpo/service_weights.py",
+        "losses/sdpo/service_weights.py",
         "dropped = -torch.expm1(mass) < SMALLEST_TAIL",
         "dropped = -torch.expm1(mass) < -1.0",
     ),
-    one(
+    Mutant(
         "advantage-not-the-gradient",
         "reverse-KL advantage less one: same mean gradient, another advantage",
         "sdpo/token_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "advantage = (teacher.double() - student.double())",
         "advantage = (teacher.double() - student.double() - 1.0)",
     ),
-    one(
+    Mutant(
         "jsd-geometric",
         "the mixture of logarithms for the mixture of probabilities",
         "sdpo/logit_loss",
-        "numerics.py",
+        "losses/numerics.py",
         "    larger = log_p >= log_q\n",
         "    return ((1.0 - mixture) * log_p.clamp(min=-1e4) + mixture * log_q.clamp(min=-1e4)).log_softmax(-1)\n"
         "    larger = log_p >= log_q\n",
     ),
-    one(
+    Mutant(
         "epsilon-in-the-logarithm",
         "log(p + 1e-8)",
         "sdpo/logit_loss",
-        "numerics.py",
+        "losses/numerics.py",
         "a, b, d = log_a.exp(), log_b.exp(), log_a - log_b",
         "log_a, log_b = (log_a.exp() + 1e-8).log(), (log_b.exp() + 1e-8).log()\n"
         "    a, b, d = log_a.exp(), log_b.exp(), log_a - log_b",
     ),
-    one(
+    Mutant(
         "infinite-is-zero",
         "a KL of +inf made 0: training goes on",
         "sdpo/logit_loss",
-        "numerics.py",
+        "losses/numerics.py",
         "return torch.where(a == 0, b, terms).sum(-1)",
         "return torch.where(a == 0, b, terms).sum(-1).nan_to_num(posinf=0.0)",
     ),
-    one(
+    Mutant(
         "plus-one-dropped",
         "the +1 of the reverse KL's gradient dropped: the kept do not sum to 1 beside a capped tail",
         "sdpo/logit_gradient",
@@ -267,7 +273,7 @@ LOGITS = (
         "torch.where(p.capped[..., None], -1.0, common)",
         "torch.where(p.capped[..., None], 0.0, common)",
     ),
-    one(
+    Mutant(
         "sequence-mean-over-length",
         "a sequence's mean over its padded length",
         "sdpo/logit_loss",
@@ -275,7 +281,7 @@ LOGITS = (
         '"sequence_mean": 1.0 / (tokens * sequences)',
         '"sequence_mean": torch.full_like(tokens, 1.0 / read.shape[-1]) / sequences',
     ),
-    one(
+    Mutant(
         "ratio-normalised",
         "importance ratios divided by their mean",
         "sdpo/logit_loss",
@@ -284,20 +290,40 @@ LOGITS = (
         "ratio = _checked_ratio(importance_ratio, read, validate)\n"
         "        weights = weights * ratio / ratio.mean().clamp(min=1e-9)",
     ),
-    one(
+    Mutant(
         "service-jsd-unscaled",
         "the JSD's weights without 1 - alpha",
         "sdpo/service_weights",
-        "sdpo/service_weights.py",
+        "losses/sdpo/service_weights.py",
         'scale = 1.0 if divergence == "reverse_kl" else 1.0 - mixture',
         "scale = 1.0",
     ),
-    one(
+    Mutant(
         "tails-always-dropped",
         "every tail dropped: the renormalised weights where a bucket was asked for",
         "sdpo/service_weights",
-        "sdpo/service_weights.py",
+        "losses/sdpo/service_weights.py",
         "SMALLEST_TAIL = 1e-6",
         "SMALLEST_TAIL = 1.0",
+    ),
+)
+
+HARMLESS = (
+    Mutant(
+        "kl-swap-claimed",
+        "claimed of TRL #4935 as a swapped KL, where it was right: the same divergence under another name",
+        "sdpo",
+        BUCKETS,
+        'if options.divergence == "reverse_kl":\n        return kl_divergence(p.log, q.log)',
+        'student, teacher = p.log, q.log\n    if options.divergence == "reverse_kl":\n'
+        "        return kl_divergence(student, teacher)",
+    ),
+    Mutant(
+        "chunks-of-one-row",
+        "float64 blocks of a single row",
+        "sdpo",
+        "losses/numerics.py",
+        "CHUNK = 1 << 21",
+        "CHUNK = 1",
     ),
 )

@@ -1,22 +1,23 @@
-"""The catalogue's mistakes in SPOD: gate, floor, averages, forms."""
+"""Known mistakes in SPOD: gate, floor, averages, forms."""
 
-from tests.mutants.mutant import GATE, LEVELS, ROWS, Edit, Mutant, one
+from tests.mutants.mutant import Edit, Mutant
 
-KL_KEPT: tuple[Edit, ...] = (
-    (
-        GATE,
-        "kl = torch.where(gate, 0.0, sum_by(row_kl, tokens) / tokens)",
-        "kl = sum_by(row_kl, tokens) / tokens",
-    ),
-    (
-        LEVELS,
-        "torch.where(parts.gate, batch.floor_weight * parts.floor, parts.kl)",
-        "parts.kl + batch.floor_weight * parts.floor",
-    ),
+GATE = "losses/gate.py"
+LEVELS = "losses/spod/levels.py"
+ROWS = "losses/engines/float64.py"
+
+KL_KEPT = (
+    "kl = torch.where(gate, 0.0, sum_by(row_kl, tokens) / tokens)",
+    "kl = sum_by(row_kl, tokens) / tokens",
+)
+FLOOR_ADDED: Edit = (
+    LEVELS,
+    "torch.where(parts.gate, batch.floor_weight * parts.floor, parts.kl)",
+    "parts.kl + batch.floor_weight * parts.floor",
 )
 
-SPOD = (
-    one(
+MUTANTS = (
+    Mutant(
         "gate-per-token",
         "the gate decided per token instead of per action",
         "spod/gate",
@@ -24,7 +25,7 @@ SPOD = (
         "gate = success & (sum_by(row_teacher - row_student, tokens) < 0)",
         "gate = success & (sum_by(((row_teacher - row_student) < 0).double(), tokens) > 0)",
     ),
-    one(
+    Mutant(
         "gate-at-a-tie",
         "`<=` instead of `<`: a tie is protected",
         "spod/gate",
@@ -32,7 +33,7 @@ SPOD = (
         "sum_by(row_teacher - row_student, tokens) < 0)",
         "sum_by(row_teacher - row_student, tokens) <= 0)",
     ),
-    one(
+    Mutant(
         "gate-without-success",
         "the gate without the episode's success",
         "spod/gate",
@@ -40,7 +41,7 @@ SPOD = (
         "gate = success & (",
         "gate = (success | ~success) & (",
     ),
-    one(
+    Mutant(
         "gate-inverted",
         "the teacher's higher probability protects",
         "spod/gate",
@@ -48,7 +49,7 @@ SPOD = (
         "sum_by(row_teacher - row_student, tokens) < 0)",
         "sum_by(row_student - row_teacher, tokens) < 0)",
     ),
-    one(
+    Mutant(
         "gate-at-a-temperature",
         "temperature-scaled probabilities in the gate",
         "spod/gate",
@@ -56,9 +57,23 @@ SPOD = (
         "log_q.gather(1, picked)[:, 0]))",
         "(teacher[start:stop].double() / 1.5).log_softmax(-1).gather(1, picked)[:, 0]))",
     ),
-    Mutant("kl-kept-when-protected", "the KL kept at protected actions and the floor added", "spod/loss", KL_KEPT),
-    Mutant("negative-control-passes", "the source's negative control taken for SPOD", "spod/negative_control", KL_KEPT),
-    one(
+    Mutant(
+        "kl-kept-when-protected",
+        "the KL kept at protected actions and the floor added",
+        "spod/loss",
+        GATE,
+        *KL_KEPT,
+        also=(FLOOR_ADDED,),
+    ),
+    Mutant(
+        "negative-control-passes",
+        "the source's negative control taken for SPOD",
+        "spod/negative_control",
+        GATE,
+        *KL_KEPT,
+        also=(FLOOR_ADDED,),
+    ),
+    Mutant(
         "kl-gradient-kept-when-protected",
         "the KL's gradient kept at protected actions",
         "spod/gradient",
@@ -66,7 +81,7 @@ SPOD = (
         "of_kl = torch.where(gate, 0.0, weights)",
         "of_kl = weights",
     ),
-    one(
+    Mutant(
         "floor-without-n",
         "the floor without 1/n",
         "spod/parts",
@@ -74,7 +89,7 @@ SPOD = (
         "(math.log(tau0) - l_p).clamp(min=0.0) / tokens, 0.0)",
         "(math.log(tau0) - l_p).clamp(min=0.0), 0.0)",
     ),
-    one(
+    Mutant(
         "floor-of-the-mean",
         "the floor on the mean log-probability instead of the sum",
         "spod/parts",
@@ -82,7 +97,7 @@ SPOD = (
         "(math.log(tau0) - l_p).clamp(min=0.0) / tokens, 0.0)",
         "(math.log(tau0) - l_p / tokens).clamp(min=0.0) / tokens, 0.0)",
     ),
-    one(
+    Mutant(
         "floor-is-no-floor",
         "no relu: probability above tau0 is pushed down",
         "spod/parts",
@@ -90,7 +105,7 @@ SPOD = (
         ".clamp(min=0.0) / tokens, 0.0)",
         ".clamp(min=-1e9) / tokens, 0.0)",
     ),
-    one(
+    Mutant(
         "floor-gradient-above",
         "the floor's gradient above the floor",
         "spod/gradient",
@@ -98,7 +113,7 @@ SPOD = (
         "torch.where(gate & (l_p < math.log(tau0)), floor_weight * weights, 0.0)",
         "torch.where(gate, floor_weight * weights, 0.0)",
     ),
-    one(
+    Mutant(
         "end-token-left-out",
         "the last token of each action left out of its log-probability",
         "spod/parts",
@@ -108,7 +123,7 @@ SPOD = (
         "    row_student, row_teacher = row_student.index_fill(0, last, 0.0), row_teacher.index_fill(0, last, 0.0)\n"
         "    l_p, l_q = sum_by(row_student, tokens), sum_by(row_teacher, tokens)",
     ),
-    one(
+    Mutant(
         "branch-not-accumulated",
         "one branch of the loss not divided for accumulation (TRL #4935)",
         "spod/gradient",
@@ -116,7 +131,7 @@ SPOD = (
         "floor_weight * weights, 0.0)",
         "floor_weight, 0.0)",
     ),
-    one(
+    Mutant(
         "floor-weight-twice",
         "lambda counted in the reported floor",
         "spod/parts",
@@ -124,7 +139,7 @@ SPOD = (
         "floor = torch.where(gate, (math.log(tau0)",
         "floor = torch.where(gate, floor_weight * (math.log(tau0)",
     ),
-    one(
+    Mutant(
         "spod-kl-swapped",
         "reverse KL at unprotected actions",
         "spod/parts",
@@ -132,7 +147,7 @@ SPOD = (
         "kl_divergence(log_q, log_p)",
         "kl_divergence(log_p, log_q)",
     ),
-    one(
+    Mutant(
         "spod-tau0-ignored",
         "the floor at probability one whatever tau0",
         "spod/parts",
@@ -140,41 +155,41 @@ SPOD = (
         "floor = torch.where(gate, (math.log(tau0) - l_p)",
         "floor = torch.where(gate, (0.0 - l_p)",
     ),
-    one(
+    Mutant(
         "service-floor-on-all",
         "on a service, the floor's weight on protected actions above it too",
         "spod/service_weights",
-        "spod/service_weights.py",
+        "losses/spod/service_weights.py",
         "torch.where(floored[action_index]",
         "torch.where(gate[action_index]",
     ),
-    one(
+    Mutant(
         "padding-leaks",
         "padding leaks into averages: every padded action counts",
         "spod/padded",
-        "spod/packed.py",
+        "losses/spod/packed.py",
         "real = read.any(-1)",
         "read = read | read.roll(1, -1)\n    real = read.any(-1)",
     ),
-    one(
+    Mutant(
         "in-place-reads-back",
         "in place, the gradient made before the statistics",
         "spod/in_place",
-        "spod/packed.py",
+        "losses/spod/packed.py",
         "        levels = levels_of(batch)\n        known = rows.statistics_and_gradient_(",
         "        levels = levels_of(batch)\n"
         "        out.detach().zero_()\n"
         "        known = rows.statistics_and_gradient_(",
     ),
-    one(
+    Mutant(
         "fused-mixes-heads",
         "the student's head for the teacher's hidden states",
         "spod/fused",
-        "spod/packed.py",
+        "losses/spod/packed.py",
         "(teacher_hidden.detach(), teacher_head.detach())",
         "(teacher_hidden.detach(), student_head.detach())",
     ),
-    one(
+    Mutant(
         "gate-of-probabilities",
         "the gate on probabilities, which underflow for long actions",
         "spod/gate",
@@ -182,7 +197,7 @@ SPOD = (
         "(sum_by(row_teacher - row_student, tokens) < 0)",
         "(sum_by(row_teacher, tokens).exp() < sum_by(row_student, tokens).exp())",
     ),
-    one(
+    Mutant(
         "gate-of-the-last-token",
         "the gate decided by the last token",
         "spod/gate",
@@ -190,7 +205,7 @@ SPOD = (
         "(sum_by(row_teacher - row_student, tokens) < 0)",
         "((row_teacher - row_student)[tokens.cumsum(0) - 1] < 0)",
     ),
-    one(
+    Mutant(
         "floor-of-the-teacher",
         "the floor under the teacher's log-probability",
         "spod/parts",
@@ -198,7 +213,7 @@ SPOD = (
         "(math.log(tau0) - l_p).clamp",
         "(math.log(tau0) - l_q).clamp",
     ),
-    one(
+    Mutant(
         "floor-in-probability",
         "relu(tau0 - p) for relu(log tau0 - log p)",
         "spod/parts",
@@ -206,7 +221,7 @@ SPOD = (
         "(math.log(tau0) - l_p).clamp",
         "(tau0 - l_p.exp()).clamp",
     ),
-    one(
+    Mutant(
         "floor-divided-twice",
         "the floor's gradient divided by n once more",
         "spod/gradient",
@@ -214,7 +229,7 @@ SPOD = (
         "floor_weight * weights, 0.0)",
         "floor_weight * weights / tokens, 0.0)",
     ),
-    one(
+    Mutant(
         "floor-weight-on-the-kl",
         "lambda on the KL too",
         "spod/loss",
@@ -222,7 +237,7 @@ SPOD = (
         "torch.where(parts.gate, batch.floor_weight * parts.floor, parts.kl)",
         "(batch.floor_weight * torch.where(parts.gate, parts.floor, parts.kl))",
     ),
-    one(
+    Mutant(
         "unprotected-alone",
         "the mean over the unprotected actions alone",
         "spod/loss",
@@ -231,7 +246,7 @@ SPOD = (
         "alone = parts.gate.numel() / (~parts.gate).sum().clamp(min=1)\n"
         "    loss = (levels.weights * levels.tokens * alone) @",
     ),
-    one(
+    Mutant(
         "kl-of-the-sampled-token",
         "the KL's term of the sampled token for the KL",
         "spod/parts",
@@ -239,12 +254,39 @@ SPOD = (
         "results.append((kl_divergence(log_q, log_p),",
         "results.append(((log_q.exp() * (log_q - log_p)).gather(1, picked)[:, 0],",
     ),
-    one(
+    Mutant(
         "service-keeps-the-kl",
         "on a service, the KL's weights kept at protected actions",
         "spod/service_weights",
-        "spod/service_weights.py",
+        "losses/spod/service_weights.py",
         "weights=torch.where(gate[action_index, None], 0.0, weights[:, None] * kl.weights)",
         "weights=weights[:, None] * kl.weights",
+    ),
+)
+
+HARMLESS = (
+    Mutant(
+        "gate-differentiated",
+        "the gate left attached to the graph: piecewise constant, so its gradient is 0 almost everywhere",
+        "spod",
+        GATE,
+        "gate = success & (sum_by(row_teacher - row_student, tokens) < 0)",
+        "soft = sum_by(row_teacher - row_student, tokens)\n    gate = success & ((soft.sign() * 1.0) < 0)",
+    ),
+    Mutant(
+        "spod-chunks-of-one-row",
+        "float64 blocks of a single row",
+        "spod",
+        "losses/numerics.py",
+        "CHUNK = 1 << 21",
+        "CHUNK = 1",
+    ),
+    Mutant(
+        "gate-of-the-mean",
+        "the gate on mean log-probabilities: n > 0 turns no sign",
+        "spod",
+        GATE,
+        "(sum_by(row_teacher - row_student, tokens) < 0)",
+        "(sum_by(row_teacher - row_student, tokens) / tokens < 0)",
     ),
 )

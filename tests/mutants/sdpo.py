@@ -1,99 +1,101 @@
-"""The catalogue's mistakes in SDPO's advantages, teachers and siblings."""
+"""Known mistakes in SDPO's advantages, teachers and siblings."""
 
-from tests.mutants.mutant import TEACHERS, one
+from tests.mutants.mutant import Mutant
 
-ADVANTAGES = (
-    one(
+TEACHERS = "losses/sdpo/teachers.py"
+
+MUTANTS = (
+    Mutant(
         "advantage-sign",
         "student over teacher: the student is pushed away",
         "sdpo/token_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "advantage = (teacher.double() - student.double())",
         "advantage = (student.double() - teacher.double())",
     ),
-    one(
+    Mutant(
         "clip-after-mask",
         "clip after mask by multiplication: shows where a masked value is not finite",
         "sdpo/token_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "advantage = (teacher.double() - student.double()).clamp(-clip, clip)\n"
         "    return torch.where(read, advantage, 0.0)",
         "advantage = ((teacher.double() - student.double()) * read).clamp(-clip, clip)\n    return advantage",
     ),
-    one(
+    Mutant(
         "not-clipped",
         "the clip forgotten",
         "sdpo/token_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         ".clamp(-clip, clip)",
         ".clamp(-1e30, 1e30)",
     ),
-    one(
+    Mutant(
         "mask-off-by-one",
         "loss mask off by one (verl #3287)",
         "sdpo/token_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "return torch.where(read, advantage, 0.0).to(result_dtype(teacher, student))",
         "return torch.where(read.roll(1, -1), advantage.nan_to_num(0.0), 0.0).to(result_dtype(teacher, student))",
     ),
-    one(
+    Mutant(
         "teacher-off-by-one",
         "teacher log-probabilities off by one (AReaL #1729)",
         "sdpo/token_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "advantage = (teacher.double() - student.double())",
         "advantage = (teacher.roll(1, -1).nan_to_num(0.0).double() - student.double())",
     ),
-    one(
+    Mutant(
         "none-is-zero",
         "the leading None of a service's log-probabilities read as 0.0",
         "sdpo/refusal",
-        "checks.py",
+        "losses/checks.py",
         'return float("nan") if values is None else values',
         "return 0.0 if values is None else values",
     ),
-    one(
+    Mutant(
         "sampled-at-minus-infinity",
         "a student of -inf accepted for a token that was sampled",
         "sdpo/refusal",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "bad |= values == -math.inf",
         "bad |= values == math.inf",
     ),
-    one(
+    Mutant(
         "masked-advantages-leak",
         "discounted sums leak onto masked positions (miles #1383, tinker-cookbook)",
         "sdpo/token_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "return torch.where(read, advantage, 0.0).to(result_dtype(teacher, student))",
         "own = torch.where(read, advantage, 0.0)\n"
         "    return (own + 0.9 * torch.cat([own[..., 1:], own[..., :1] * 0], -1)).to(result_dtype(teacher, student))",
     ),
-    one(
+    Mutant(
         "sequence-mean-over-padding",
         "the sequence mean divided by the padded length",
         "sdpo/sequence_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "/ read.sum(-1, keepdim=True).clamp(min=1)",
         "/ read.shape[-1]",
     ),
-    one(
+    Mutant(
         "sequence-not-masked",
         "the sequence advantage on prompt positions too",
         "sdpo/sequence_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "return torch.where(read, mean, 0.0)",
         "return mean.expand_as(read)",
     ),
-    one(
+    Mutant(
         "hybrid-swapped",
         "the weight on the wrong side",
         "sdpo/hybrid_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "(weight * a.double() + (1.0 - weight) * b.double())",
         "(weight * b.double() + (1.0 - weight) * a.double())",
     ),
-    one(
+    Mutant(
         "ema-rate-inverted",
         "EMA rate inverted (TRL #4935)",
         "sdpo/teacher",
@@ -101,7 +103,7 @@ ADVANTAGES = (
         'return _between("ema", teacher, student, rate)',
         'return _between("ema", student, teacher, rate)',
     ),
-    one(
+    Mutant(
         "frozen-teacher-moves",
         "the frozen teacher is the current policy",
         "sdpo/unmixed_teacher",
@@ -109,7 +111,7 @@ ADVANTAGES = (
         '_between("frozen_initial", initial_logits, student_logits, 0.0)',
         '_between("frozen_initial", initial_logits, student_logits, 1.0)',
     ),
-    one(
+    Mutant(
         "sibling-is-itself",
         "the sibling is the trajectory itself",
         "sdpo/sibling",
@@ -117,7 +119,7 @@ ADVANTAGES = (
         "if i != index and c is not None",
         "if c is not None",
     ),
-    one(
+    Mutant(
         "sibling-above-only",
         "a composite at the threshold does not count",
         "sdpo/sibling",
@@ -125,7 +127,7 @@ ADVANTAGES = (
         "and c >= threshold",
         "and c > threshold",
     ),
-    one(
+    Mutant(
         "best-is-first",
         "the first above the threshold where the best is asked for",
         "sdpo/sibling",
@@ -133,7 +135,7 @@ ADVANTAGES = (
         'if rule == "first" else max(',
         'if rule in ("first", "best") else max(',
     ),
-    one(
+    Mutant(
         "ties-to-the-last",
         "ties to the highest index",
         "sdpo/sibling",
@@ -141,40 +143,40 @@ ADVANTAGES = (
         "(pair[0], -pair[1])",
         "(pair[0], pair[1])",
     ),
-    one(
+    Mutant(
         "clip-above-only",
         "clipped above alone",
         "sdpo/token_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         ".clamp(-clip, clip)",
         ".clamp(max=clip)",
     ),
-    one(
+    Mutant(
         "advantage-in-half",
         "the difference taken in the dtype of the input",
         "sdpo/token_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "advantage = (teacher.double() - student.double()).clamp(-clip, clip)",
         "advantage = (teacher - student).double().clamp(-clip, clip)",
     ),
-    one(
+    Mutant(
         "advantage-centred",
         "the batch's mean taken off, as a baseline (tinker-cookbook's rl.metrics)",
         "sdpo/token_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "advantage = (teacher.double() - student.double()).clamp(-clip, clip)",
         "advantage = (teacher.double() - student.double()).clamp(-clip, clip)\n"
         "    advantage = advantage - torch.where(read, advantage, 0.0).sum() / read.sum().clamp(min=1)",
     ),
-    one(
+    Mutant(
         "sequence-clipped",
         "clipped before the sequence mean",
         "sdpo/sequence_advantage",
-        "sdpo/advantages.py",
+        "losses/sdpo/advantages.py",
         "mean = difference.sum(-1, keepdim=True)",
         "mean = difference.clamp(-5.0, 5.0).sum(-1, keepdim=True)",
     ),
-    one(
+    Mutant(
         "ema-in-place",
         "the EMA written into its argument",
         "sdpo/teacher",
@@ -182,7 +184,7 @@ ADVANTAGES = (
         "return ((1.0 - rate) * start.double() + rate * end.double()).to(start.dtype)",
         "return start.mul_(1.0 - rate).add_(end, alpha=rate)",
     ),
-    one(
+    Mutant(
         "mix-of-probabilities",
         "the trust region mixes probabilities, not logits",
         "sdpo/teacher",
@@ -191,7 +193,7 @@ ADVANTAGES = (
         "start, end = start.double().log_softmax(-1), end.double().log_softmax(-1)\n"
         "    return torch.logaddexp(start + math.log(1.0 - rate), end + math.log(rate))",
     ),
-    one(
+    Mutant(
         "not-judged-is-zero",
         "a sibling that was not judged counts as 0.0",
         "sdpo/sibling",

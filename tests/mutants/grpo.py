@@ -1,0 +1,60 @@
+"""Known mistakes in paritygate/losses/grpo.py."""
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "std-left-in",
+        "division by the standard deviation left in",
+        "grpo/value",
+        "losses/grpo.py",
+        "return centred - centred.mean(dim=-1, keepdim=True)",
+        "advantage = centred - centred.mean(dim=-1, keepdim=True)\n"
+        "    return advantage / (centred.std(dim=-1, keepdim=True, correction=0) + 1e-4)",
+    ),
+    Mutant(
+        "mean-over-the-batch",
+        "the mean of the batch instead of the group",
+        "grpo/value",
+        "losses/grpo.py",
+        "centred = group - group[..., :1]\n    return centred - centred.mean(dim=-1, keepdim=True)",
+        "return group - group.mean()",
+    ),
+    Mutant(
+        "rewards-in-float32",
+        "rewards centred in float32: 1e8 and 1e8 + 1 are one number (tinker-cookbook)",
+        "grpo/value",
+        "losses/grpo.py",
+        "dtype=torch.float64).detach()",
+        "dtype=torch.float32).double().detach()",
+    ),
+    Mutant(
+        "equal-rewards-not-zero",
+        "plain r - mean leaves 1e-17 for three times 0.1",
+        "grpo/equal_rewards",
+        "losses/grpo.py",
+        "centred = group - group[..., :1]",
+        "centred = group",
+    ),
+    Mutant(
+        "leave-one-out",
+        "the mean of the others for the mean of the group (RLOO)",
+        "grpo/value",
+        "losses/grpo.py",
+        "centred = group - group[..., :1]\n    return centred - centred.mean(dim=-1, keepdim=True)",
+        "centred = group - group[..., :1]\n"
+        "    size = group.shape[-1]\n"
+        "    return (centred - centred.mean(dim=-1, keepdim=True)) * (size / max(size - 1, 1))",
+    ),
+)
+
+HARMLESS = (
+    Mutant(
+        "centred-on-the-last",
+        "centred on the last reward instead of the first",
+        "grpo",
+        "losses/grpo.py",
+        "centred = group - group[..., :1]",
+        "centred = group - group[..., -1:]",
+    ),
+)
