@@ -1,0 +1,178 @@
+"""`python -m paritygate.service`: hold a Tinker-compatible service to the definitions. The key is in TINKER_API_KEY."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from paritygate.errors import BadInputError, ParityGateError
+from paritygate.service import obligations as spec
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 nothing departs, 3 something does, 2 bad input, 5 the service failed (run again to resume)."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except ParityGateError as error:
+        print(f"paritygate.service: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("paritygate.service: interrupted; the same command goes on from here.", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m paritygate.service", description=__doc__)
+    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL"), help="default: TINKER_BASE_URL")
+    parser.add_argument("--model", help="base model; default: the only one that the service reports")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("service-proof.json"),
+        metavar="FILE",
+        help="results, kept after every check; the page and the receipt are written beside it",
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="GROUP", help="a group or an obligation; may be repeated"
+    )
+    parser.add_argument("--obligations", type=Path, metavar="FILE", help="default: spec/service.json")
+    parser.add_argument("--rank", type=int, default=8, help="LoRA rank (default 8)")
+    parser.add_argument(
+        "--tokens", default="5:250", metavar="LOW:HIGH", help="token ids that the model has (default 5:250)"
+    )
+    parser.add_argument("--draws", type=int, default=2048, help="single tokens drawn for a distribution (default 2048)")
+    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="for one call (default 120)")
+    parser.add_argument("--fresh", action="store_true", help="do not go on from an unfinished FILE")
+    parser.add_argument("--plan", action="store_true", help="say what would be checked and its price, call nothing")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    obligations = spec.load(args.obligations).only(args.only)
+    calls, tokens = (sum(getattr(entry, what) for entry in obligations.entries) for what in ("calls", "tokens"))
+    groups = list(dict.fromkeys(entry.group for entry in obligations.entries))
+    print(
+        f"{len(obligations.entries)} obligations ({', '.join(groups)}): about {calls + 60} calls and "
+        f"{tokens + 4000} tokens; a call is given {args.limit:g} s.",
+        file=sys.stderr,
+        flush=True,
+    )
+    if args.plan:
+        return 0
+    settings = _settings(args)
+    if not args.base_url:
+        raise BadInputError("Name the service: --base-url, or TINKER_BASE_URL.")
+    if not os.environ.get("TINKER_API_KEY"):
+        raise BadInputError("Set TINKER_API_KEY to the service's key; a service without keys takes tml-anything.")
+    from paritygate.service import report as reports
+
+    earlier = None if args.fresh else reports.read(args.json)
+
+    from paritygate.service.client import Connection, checked_url, probe
+    from paritygate.service.lab import Lab, Settings
+    from paritygate.service.runner import Result, prepare, prove
+
+    url = checked_url(args.base_url)
+    key = os.environ["TINKER_API_KEY"]
+    probe(url, key)
+    connection = Connection(url, key, args.model or "", limit=args.limit)
+    lab = Lab(connection, Settings(**settings))
+    models = lab.long.models()
+    connection.model = args.model or _only_model(models, url)
+    report = reports.Report(
+        _without_password(url),
+        connection.model,
+        models,
+        _sdk_version(),
+        obligations.sha256,
+        settings,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    done: dict[str, Result] = {}
+    if earlier is not None and not earlier.complete and earlier.same_run(report):
+        done = {result.name: result for result in earlier.results}
+        print(f"{args.json}: going on after {len(done)} obligations.", file=sys.stderr)
+    started, count = time.monotonic(), len(obligations.entries)
+
+    def keep(result: Result) -> None:
+        report.results.append(result)
+        report.calls, report.tokens = connection.calls, connection.tokens
+        report.seconds = time.monotonic() - started
+        reports.write_json(args.json, report)
+        if not args.quiet:
+            figure = "" if result.figure is None else f" {result.figure:.2g} / {result.bound:.2g}"
+            print(
+                f"[{len(report.results)}/{count}] {result.name}: {result.outcome}{figure}", file=sys.stderr, flush=True
+            )
+
+    prepare(lab)
+    report.noise = asdict(lab.noise)
+    try:
+        prove(lab, obligations, done, keep)
+        report.complete = True
+    finally:
+        reports.write_json(args.json, report)
+        reports.write(args.json.with_suffix(".html"), reports.page(report, obligations))
+    lab.close()
+    _finish(args.json, report)
+    return 3 if any(result.outcome == "departs" for result in report.results) else 0
+
+
+def _finish(path: Path, report: "object") -> None:
+    import json
+
+    from paritygate.service import report as reports
+    from paritygate.service.receipt import receipt
+
+    assert isinstance(report, reports.Report)
+    written = path.with_suffix(".receipt.json")
+    reports.write(written, json.dumps(receipt(report), indent=1) + "\n")
+    print(reports.table(report.results))
+    print(reports.summary(report))
+    print(f"{path}, {path.with_suffix('.html')}, {written}")
+
+
+def _settings(args: argparse.Namespace) -> dict[str, int]:
+    try:
+        low, high = (int(part) for part in args.tokens.split(":"))
+    except ValueError:
+        raise BadInputError(f"--tokens {args.tokens!r} is no LOW:HIGH, as in 5:250.") from None
+    if low < 0 or high - low < 32:
+        raise BadInputError(f"--tokens {args.tokens!r}: at least 32 ids from 0 on are needed.")
+    for name in ("rank", "draws", "limit"):
+        if not getattr(args, name) > 0:
+            raise BadInputError(f"--{name} {getattr(args, name)} must be above 0.")
+    return {"rank": args.rank, "low": low, "high": high, "draws": args.draws}
+
+
+def _only_model(models: list[str], url: str) -> str:
+    if len(models) == 1:
+        return models[0]
+    raise BadInputError(f"Name the model with --model; {url} serves {', '.join(models) or 'none that it reports'}.")
+
+
+def _sdk_version() -> str:
+    try:
+        return version("tinker")
+    except PackageNotFoundError:
+        raise BadInputError("The Tinker SDK is not installed; install tinker.") from None
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1]))
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a call that hangs leaves a thread of the SDK behind

@@ -1,0 +1,207 @@
+"""gradient: each loss against cross_entropy with -dL/dlogprob as weights, by equal steps from one state."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from paritygate.service.checks.value import POLICY_LOSSES
+from paritygate.service.client import Array, Datum, Refusal, Session, Trainer
+from paritygate.service.lab import Lab, Moved, f32, scale_of
+from paritygate.service.oracles import CISPO_DEFAULTS, PPO_DEFAULTS
+from paritygate.service.outcome import Measured, Undecided
+
+EPS_LIMIT = 1.0  # services bound eps
+
+
+def cross_entropy(lab: Lab) -> Measured:
+    """k times the weights with k times eps is the same step, at every size: the gradient is a sum of weights."""
+    data = lab.data(2, 16, salt=7)
+    return homogeneity(lab, data, [np.ones(len(d.tokens)) for d in data], (0.5, 8.0))
+
+
+def cross_entropy_above_one(lab: Lab) -> Measured:
+    """The same where the weights sum to more than 1: a division by max(sum of weights, 1) shows only there."""
+    data = lab.data(4, 24, salt=8, least=2)
+    count = sum(len(d.tokens) for d in data)
+    start = 2.0 / count / lab.weight
+    top = EPS_LIMIT / lab.adam["eps"] / start
+    if not top > 1:
+        raise Undecided(f"weights that sum to 2 need an eps of {start * lab.adam['eps']:.3g}, above {EPS_LIMIT:g}")
+    ones = [np.ones(len(d.tokens)) for d in data]
+    return homogeneity(lab, data, [start * one for one in ones], (min(4.0, top), 1 / start), start)
+
+
+def cross_entropy_negative(lab: Lab) -> Measured:
+    """The same where the weights sum to less than 0, with both signs among them."""
+    data = lab.data(2, 16, salt=9)
+    weights = [np.resize([-1.0, 0.5, -2.0, 0.7], len(d.tokens)) for d in data]
+    return homogeneity(lab, data, weights, (0.5, 8.0))
+
+
+def homogeneity(
+    lab: Lab, data: Sequence[Datum], weights: Sequence[Array], factors: Sequence[float], unit: float = 1.0
+) -> Measured:
+    """Compare (k w, k eps) with (w, eps) for each k; the contrast is (k w, eps)."""
+    if lab.mixed:
+        raise Undecided("the service takes only a tiny eps, at which Adam does not see the size of a gradient")
+    eps = lab.adam["eps"] * unit
+    with lab.session() as session:
+
+        def arm(k: float, eps: float) -> Moved:
+            return lab.cross_entropy_arm(session, data, [k * lab.weight * w for w in weights], eps=eps)
+
+        base = arm(1.0, eps)
+        worst, factor, contrast = -1.0, 1.0, np.inf
+        for k in factors:
+            scaled = arm(k, k * eps)
+            gap = lab.distance(scaled, base)
+            worst, factor = (gap, k) if gap > worst else (worst, factor)
+            contrast = min(contrast, lab.distance(arm(1.0, k * eps), base))
+    because = f"{factor:.3g} times the weights with {factor:.3g} times eps moves the probes {worst:.3g} off (relative)"
+    return Measured(worst, because, contrast, lab.step_noise(base))
+
+
+def policy(lab: Lab, loss: str) -> Measured:
+    """A step with the loss, its options given, is the step with its oracle's weights."""
+    data, config = lab.policy_data(loss, lab.weight)
+    return _against_oracle(lab, loss, data, config, config)
+
+
+def policy_defaults(lab: Lab, loss: str, defaults: Sequence[Any]) -> Measured:
+    """The same without options, for each documented default."""
+    data, _ = lab.policy_data(loss, lab.weight)
+    each = [_against_oracle(lab, loss, data, None, config) for config in defaults]
+    best = min(range(len(each)), key=lambda i: each[i].figure)
+    low, high = defaults[best].values()
+    because = f"without options the thresholds are {low:g} and {high:g}: {each[best].because}"
+    return Measured(each[best].figure, because, each[best].contrast, each[best].noise)
+
+
+def _against_oracle(lab: Lab, loss: str, data: Sequence[Datum], config: Any, definition: Any) -> Measured:
+    weights = [o.weights for o in lab.oracles(loss, data, lab.logprobs(data), definition)]
+    return equal_steps(lab, loss, lambda t: t.forward_backward(data, loss, config), data, weights)
+
+
+def equal_steps(
+    lab: Lab, what: str, gradients: Callable[[Trainer], object], data: Sequence[Datum], weights: Sequence[Array]
+) -> Measured:
+    """Compare the step after `gradients` with that after cross_entropy with `weights`; the contrast is half of them."""
+    with lab.session() as session:
+        got = lab.arm(session, gradients)
+        want = lab.cross_entropy_arm(session, data, weights)
+        half = lab.cross_entropy_arm(session, data, [w / 2 for w in weights])
+        figure, contrast = lab.distance(got, want), lab.distance(half, want)
+    return Measured(figure, _described(what, got, want, half), contrast, lab.step_noise(want, 1.5 * lab.noise.logprob))
+
+
+def _described(what: str, got: Moved, want: Moved, half: Moved) -> str:
+    cosine, _ = scale_of(got.change, want.change)
+    slope = np.log(want.rms / half.rms) / np.log(2) if half.rms > 0 else 0.0
+    factor = float(np.exp(np.log(max(got.rms, 1e-12) / want.rms) / slope)) if slope > 0.05 else np.nan
+    gap = float(np.linalg.norm(got.change - want.change) / np.linalg.norm(want.change))
+    return (
+        f"the step with {what} is {gap:.3g} (relative) from the one with its oracle's weights: cosine {cosine:.6f}, "
+        f"as if the gradient were {factor:.3g} times"
+    )
+
+
+def several_targets(lab: Lab) -> Measured:
+    """(N, K) weights add up: K targets in one datum are K datums with one target each."""
+    data = lab.data(1, 8, salt=12)
+    datum = data[0]
+    targets = np.stack([np.roll(datum.targets, shift) for shift in (0, 1, 2)], axis=1)
+    weights = f32(lab.weight * np.resize([1.0, 0.5, -0.5, 2.0], targets.shape))
+    wide = Datum(datum.tokens, targets, {"weights": weights})
+    narrow = [Datum(datum.tokens, targets[:, k], {}) for k in range(3)]
+    return equal_steps(
+        lab, "(N, K) targets", lambda t: t.forward_backward([wide]), narrow, [weights[:, k] for k in range(3)]
+    )
+
+
+def custom(lab: Lab) -> Measured:
+    """forward_backward_custom with sum(logprobs^2) / 2 has the weights -logprobs."""
+    if find_spec("torch") is None:
+        raise Undecided("the SDK computes custom losses with torch, in the client, and it is not installed here")
+    data = lab.data(2, 8, salt=13)
+    scale = lab.weight
+
+    def loss(data: Any, logprobs: Any) -> Any:
+        return sum((p**2).sum() for p in logprobs) * (scale / 2), {}
+
+    code = f"lambda data, logprobs: (sum((p ** 2).sum() for p in logprobs) * {scale / 2:.9g}, {{}})"
+    weights = [-scale * p for p in lab.logprobs(data)]
+    ones = [d.with_inputs(weights=np.ones(len(d.tokens))) for d in data]
+    return equal_steps(lab, "a custom loss", lambda t: t.custom(ones, loss, code), data, weights)
+
+
+def nothing(lab: Lab, gradients: Callable[[Trainer], object], what: str) -> Measured:
+    """No gradient, no step: the probes stay; the contrast is an ordinary step."""
+    data = lab.weighted(lab.data(2, 16, salt=7))
+    with lab.session() as session:
+        still = _still(lab, session, gradients)
+        moved = lab.arm(session, lambda t: t.forward_backward(data))
+    return Measured(still.rms, f"{what} moves the probes by {still.rms:.3g} nats", moved.rms, 6 * lab.noise.logprob)
+
+
+def _still(lab: Lab, session: Session, gradients: Callable[[Trainer], object]) -> Moved:
+    trainer = session.restore(lab.warmed())
+    gradients(trainer)
+    trainer.step(**lab.adam)
+    return lab.change(trainer)
+
+
+def zero(lab: Lab) -> Measured:
+    """Zero weights and zero advantages have no gradient."""
+    data, _ = lab.policy_data("importance_sampling", 0.0)
+    weightless = lab.weighted(lab.data(2, 16, salt=7), 0.0)
+
+    def send(trainer: Trainer) -> None:
+        trainer.forward_backward(weightless)
+        try:
+            trainer.forward_backward(data, "importance_sampling")
+        except Refusal:
+            return
+
+    return nothing(lab, send, "a step on zero weights and zero advantages")
+
+
+def forward_leaves_nothing(lab: Lab) -> Measured:
+    """forward adds nothing to the gradient."""
+    data = lab.weighted(lab.data(2, 16, salt=7))
+    weightless = lab.weighted(lab.data(1, 4, salt=14), 0.0)
+
+    def send(trainer: Trainer) -> None:
+        trainer.forward(data)
+        trainer.forward_backward(weightless)
+
+    return nothing(lab, send, "forward, then a step on zero weights")
+
+
+def cancels(lab: Lab) -> Measured:
+    """+w and then -w leave no gradient."""
+    data = lab.weighted(lab.data(2, 16, salt=7))
+    negative = [d.with_inputs(weights=-d.inputs["weights"]) for d in data]
+
+    def send(trainer: Trainer) -> None:
+        trainer.forward_backward(data)
+        trainer.forward_backward(negative)
+
+    return nothing(lab, send, "weights and then their negatives")
+
+
+CHECKS = {
+    "gradient/cross_entropy": cross_entropy,
+    "gradient/cross_entropy_above_one": cross_entropy_above_one,
+    "gradient/cross_entropy_negative": cross_entropy_negative,
+    "gradient/several_targets": several_targets,
+    **{f"gradient/{loss}": partial(policy, loss=loss) for loss in POLICY_LOSSES},
+    "gradient/ppo_defaults": partial(policy_defaults, loss="ppo", defaults=(PPO_DEFAULTS,)),
+    "gradient/cispo_defaults": partial(policy_defaults, loss="cispo", defaults=CISPO_DEFAULTS),
+    "gradient/custom": custom,
+    "gradient/zero": zero,
+    "gradient/forward_leaves_nothing": forward_leaves_nothing,
+    "gradient/cancels": cancels,
+}

@@ -1,0 +1,223 @@
+"""optimiser: AdamW with bias corrections, decoupled decay, clipping of the global norm, and nothing unasked."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from paritygate.service.checks.gradient import EPS_LIMIT, homogeneity
+from paritygate.service.client import Datum, Refusal, Session, Trainer
+from paritygate.service.lab import Lab, Moved, scale_of
+from paritygate.service.outcome import Measured, Undecided
+
+BETAS = (0.5, 0.6)
+SDK_BETAS = (0.9, 0.95)
+SECOND = -2.0  # the second gradient is so many times the first; against it, so that beta1 decides much
+NO_STEP = 1e-12  # a learning rate that moves no weight and fills the moments
+
+
+def moments(beta1: float, beta2: float, k: float = SECOND) -> tuple[float, float]:
+    """Bias-corrected moments after gradients g and k g, in units of g and g^2."""
+    return (beta1 + k) / (1 + beta1), (beta2 + k * k) / (1 + beta2)
+
+
+def _data(lab: Lab) -> list[Datum]:
+    return lab.weighted(lab.data(2, 16, salt=7))
+
+
+def _two_gradients(lab: Lab, session: Session, **adam: float) -> Moved:
+    data = _data(lab)
+    second = [d.with_inputs(weights=SECOND * d.inputs["weights"]) for d in data]
+    beta1, beta2 = BETAS
+    settings = {**lab.adam, "beta1": beta1, "beta2": beta2, **adam}
+
+    def send(trainer: Trainer) -> None:
+        trainer.forward_backward(data)
+        trainer.step(**{**settings, "learning_rate": NO_STEP})
+        trainer.forward_backward(second)
+
+    return lab.arm(session, send, **settings)
+
+
+def _memoryless(lab: Lab, session: Session, betas: tuple[float, float], *, rate: float, eps: float) -> Moved:
+    m, v = moments(*betas)
+    data = [d.with_inputs(weights=np.sign(m) * d.inputs["weights"]) for d in _data(lab)]
+    return lab.arm(
+        session, lambda t: t.forward_backward(data), learning_rate=rate * abs(m) / np.sqrt(v), eps=eps / np.sqrt(v)
+    )
+
+
+def betas(lab: Lab) -> Measured:
+    """Two gradients g and -2 g give one memoryless step with lr m / sqrt(v): both betas, both bias corrections."""
+    rate, eps = min(2 * lab.adam["learning_rate"], 9.0), lab.adam["eps"]
+    with lab.session() as session:
+        got = _two_gradients(lab, session, learning_rate=rate)
+        want = _memoryless(lab, session, BETAS, rate=rate, eps=eps)
+        wrong = _memoryless(lab, session, SDK_BETAS, rate=rate, eps=eps)
+        gap, seen = lab.distance(got, want), lab.distance(wrong, want)
+    because = (
+        f"with betas {BETAS} the step is {gap:.3g} (relative) from Adam's; the SDK's betas would be {seen:.3g} off"
+    )
+    return Measured(gap, because, seen, lab.step_noise(want))
+
+
+def eps(lab: Lab) -> Measured:
+    """eps is added after the root of the corrected second moment: the same equality, where eps is what is large."""
+    if lab.mixed:
+        raise Undecided("the service takes only a tiny eps")
+    size = min(8 * lab.adam["eps"], EPS_LIMIT)
+    rate = min(4 * lab.adam["learning_rate"], 9.0)
+    with lab.session() as session:
+        got = _two_gradients(lab, session, eps=size, learning_rate=rate)
+        want = _memoryless(lab, session, BETAS, rate=rate, eps=size)
+        # Added before the bias correction of the second moment, as some libraries do.
+        wrong = _memoryless(lab, session, BETAS, rate=rate, eps=size / np.sqrt(1 - BETAS[1] ** 2))
+        gap, seen = lab.distance(got, want), lab.distance(wrong, want)
+    because = f"with eps {size:.3g} the step is {gap:.3g} (relative) from Adam's; before the correction: {seen:.3g}"
+    return Measured(gap, because, seen, lab.step_noise(want))
+
+
+def learning_rate(lab: Lab) -> Measured:
+    """Twice a small learning rate is twice the step, up to curvature."""
+    data, rate = _data(lab), lab.adam["learning_rate"] / 8
+    with lab.session() as session:
+        one = lab.arm(session, lambda t: t.forward_backward(data), learning_rate=rate)
+        two = lab.arm(session, lambda t: t.forward_backward(data), learning_rate=2 * rate)
+        lab.distance(two, one)
+    _, factor = scale_of(two.change, one.change)
+    because = f"twice the learning rate is {factor:.4g} times the step"
+    return Measured(abs(factor / 2 - 1), because, 0.5, lab.step_noise(one) / 4)
+
+
+def _decayed(lab: Lab, session: Session, *products: float) -> Moved:
+    """Steps without a gradient whose lr * weight_decay are `products`."""
+    trainer = session.restore(lab.warmed())
+    weightless = lab.weighted(lab.data(1, 4, salt=14), 0.0)
+    rate = min(lab.adam["learning_rate"], 0.1)
+    for product in products:
+        trainer.forward_backward(weightless)
+        trainer.step(**{**lab.adam, "learning_rate": rate, "weight_decay": product / rate})
+    return lab.change(trainer)
+
+
+def decay(lab: Lab) -> Measured:
+    """lr * weight_decay = 1 without a gradient returns to the base model."""
+    with lab.session() as session:
+        got = _decayed(lab, session, 1.0)
+        base = lab.change(session.create(lab.settings.rank, seed=12))
+        gap, seen = lab.distance(got, base), 1.0
+    because = f"after lr * weight_decay = 1 the probes are {gap:.3g} (relative) from the base model's"
+    return Measured(gap, because, seen, lab.step_noise(base))
+
+
+def decay_twice(lab: Lab) -> Measured:
+    """lr * weight_decay = 0.5 twice is 0.75 once: the decay multiplies, and is not part of the gradient."""
+    with lab.session() as session:
+        got, want, wrong = (_decayed(lab, session, *products) for products in ((0.5, 0.5), (0.75,), (0.5,)))
+        gap, seen = lab.distance(got, want), lab.distance(wrong, want)
+    return Measured(gap, f"0.5 twice and 0.25 once are {gap:.3g} (relative) apart", seen, lab.step_noise(want))
+
+
+def clip_off(lab: Lab) -> Measured:
+    """Without grad_clip_norm nothing is clipped: 200 times the gradient with 200 times eps is the same step."""
+    data = lab.data(2, 16, salt=7)
+    top = EPS_LIMIT / lab.adam["eps"] if lab.adam["eps"] > 0 else 0.0
+    if top < 16:
+        raise Undecided(f"gradients can be made {top:.3g} times as large only: eps ends at {EPS_LIMIT:g}")
+    return homogeneity(lab, data, [np.ones(len(d.tokens)) for d in data], (min(200.0, top),))
+
+
+def clip(lab: Lab) -> Measured:
+    """Clipping at c is scaling by c / |g|: one norm over all parameters, binding at 0.1 |g| and not at 1.01 |g|."""
+    if lab.mixed:
+        raise Undecided("the service takes only a tiny eps, at which Adam does not see clipping")
+    data, eps = _data(lab), lab.adam["eps"]
+
+    def arm(**adam: float) -> Moved:
+        with lab.session() as session:  # one each: a service holds a few adapters only
+            return lab.arm(session, lambda t: t.forward_backward(data), **adam)
+
+    plain = arm(grad_clip_norm=0.0)
+    norm = _norm(lab, arm, plain)
+    loose = lab.distance(arm(grad_clip_norm=1.01 * norm), plain)
+    tight, want = arm(grad_clip_norm=0.1 * norm), arm(eps=10 * eps)
+    bound, seen = lab.distance(tight, want), lab.distance(plain, want)
+    worst = max(loose, bound)
+    because = (
+        f"the gradient's norm is {norm:.4g}: clipping at 1.01 of it moves the step by {loose:.3g}, at 0.1 of it the "
+        f"step is {bound:.3g} (relative) from that with a tenth of the gradient"
+    )
+    return Measured(worst, because, seen, lab.step_noise(want))
+
+
+def _norm(lab: Lab, arm: Callable[..., Moved], plain: Moved) -> float:
+    """|g| in the service: c / f where clipping at c has the step of (f g, eps), which is that of (g, eps / f)."""
+    eps = lab.adam["eps"]
+    c, share = 0.1, 1.0
+    for _ in range(9):
+        clipped = arm(grad_clip_norm=c)
+        share = clipped.rms / plain.rms
+        if share < 0.8:
+            break
+        c /= 8
+    else:
+        raise Undecided(f"clipping at {8 * c:.3g} does not change the step: grad_clip_norm has no effect")
+    while share < 0.15 and c < 1e4:
+        c *= 4
+        clipped = arm(grad_clip_norm=c)
+        share = clipped.rms / plain.rms
+    low, high = np.log(1e-4), 0.0  # of f
+    f = share
+    for _ in range(14):
+        size = arm(eps=eps / f).rms / plain.rms
+        if abs(size / share - 1) < max(2e-4, lab.noise.step / 4):
+            break
+        low, high = (np.log(f), high) if size < share else (low, np.log(f))
+        guess = np.log(f) + np.log(share / size) * 1.3  # the response is nearly proportional where eps dominates
+        f = float(np.exp(guess if low < guess < high else (low + high) / 2))
+    return c / f
+
+
+def consumed_once(lab: Lab) -> Measured:
+    """A step uses the gradient up: a second step on zero weights moves nothing."""
+    data = _data(lab)
+    weightless = lab.weighted(lab.data(1, 4, salt=14), 0.0)
+    with lab.session() as session:
+        trainer = session.restore(lab.warmed())
+        trainer.forward_backward(data)
+        trainer.step(**lab.adam)
+        once = lab.change(trainer)
+        trainer.forward_backward(weightless)
+        trainer.step(**lab.adam)
+        still = lab.change(trainer)
+        trainer.forward_backward(data)
+        trainer.step(**lab.adam)
+        gap = lab.distance(still, once)
+        seen = lab.distance(lab.change(trainer), once)
+    return Measured(gap, f"a second step moves the probes by {gap:.3g} of the first", seen, lab.step_noise(once))
+
+
+def zero_step(lab: Lab) -> Measured:
+    """A step before any gradient is refused, or moves nothing."""
+    with lab.session() as session:
+        trainer = session.restore(lab.warmed())
+        try:
+            trainer.step(**lab.adam)
+            how = "is taken"
+        except Refusal:
+            how = "is refused"
+        still = lab.change(trainer)
+    because = f"a step before any gradient {how} and moves the probes by {still.rms:.3g} nats"
+    return Measured(still.rms, because, None, 6 * lab.noise.logprob)
+
+
+CHECKS = {
+    "optimiser/betas": betas,
+    "optimiser/eps": eps,
+    "optimiser/learning_rate": learning_rate,
+    "optimiser/decay": decay,
+    "optimiser/decay_twice": decay_twice,
+    "optimiser/clip_off": clip_off,
+    "optimiser/clip": clip,
+    "optimiser/consumed_once": consumed_once,
+    "optimiser/zero_step": zero_step,
+}

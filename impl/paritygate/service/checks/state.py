@@ -1,0 +1,219 @@
+"""state: what is saved comes back, whole and frozen, under the name that it was saved with."""
+
+import numpy as np
+
+from paritygate.service.client import Array, Datum, Refusal, Session, Trainer
+from paritygate.service.lab import Lab, Moved
+from paritygate.service.outcome import Measured, Undecided
+
+MEMORY = {"beta1": 0.9, "beta2": 0.95}
+FLAGS = ("train_attn", "train_mlp", "train_unembed")
+
+
+def _data(lab: Lab, salt: int = 7) -> list[Datum]:
+    return lab.weighted(lab.data(2, 16, salt=salt))
+
+
+def _with_memory(lab: Lab) -> dict[str, float]:
+    return {**lab.adam, **MEMORY}
+
+
+def _trained(lab: Lab, session: Session) -> Trainer:
+    """The warmed state and one step whose moments are remembered."""
+    trainer = session.restore(lab.warmed())
+    trainer.forward_backward(_data(lab))
+    trainer.step(**_with_memory(lab))
+    return trainer
+
+
+def _next_step(lab: Lab, trainer: Trainer, **adam: float) -> Moved:
+    trainer.forward_backward(_data(lab, salt=50))
+    trainer.step(**{**_with_memory(lab), **adam})
+    return lab.change(trainer)
+
+
+def optimizer_restored(lab: Lab) -> Measured:
+    """The step after a restore with the optimizer is that of the run that was not interrupted; cold moments differ."""
+    with lab.session() as session:
+        trainer = _trained(lab, session)
+        path = trainer.save(next(lab.names))
+        want = _next_step(lab, trainer)
+        got = _next_step(lab, session.restore(path, optimizer=True))
+        cold = _next_step(lab, session.restore(path))
+        gap, seen = lab.distance(got, want), lab.distance(cold, want)
+    because = (
+        f"after a restore with the optimizer the next step is {gap:.3g} (relative) from the uninterrupted run's; "
+        f"weights alone: {seen:.3g}"
+    )
+    return Measured(gap, because, seen, lab.step_noise(want))
+
+
+def weights_only_is_cold(lab: Lab) -> Measured:
+    """A restore of the weights has no moments: its first step does not depend on the betas."""
+    with lab.session() as session:
+        path = _trained(lab, session).save(next(lab.names))
+        got = _next_step(lab, session.restore(path))
+        want = _next_step(lab, session.restore(path), beta1=0.0, beta2=0.0)
+        warm = _next_step(lab, session.restore(path, optimizer=True))
+        gap, seen = lab.distance(got, want), lab.distance(warm, want)
+    because = f"after a restore of the weights alone the first step is {gap:.3g} (relative) from a memoryless one"
+    return Measured(gap, because, seen, lab.step_noise(want))
+
+
+def saved_exactly(lab: Lab) -> Measured:
+    """Saving and restoring moves no logprob: a checkpoint has the bits of the weights."""
+    with lab.session() as session:
+        trainer = _trained(lab, session)
+        live = lab.change(trainer)
+        restored = lab.change(session.restore(trainer.save(next(lab.names))))
+        gap = float(np.abs(live.change - restored.change).max())
+    because = f"saving and restoring moves a logprob by {gap:.3g} nats"
+    return Measured(gap, because, live.rms, 10 * lab.noise.logprob)
+
+
+def _scored(lab: Lab, logprobs: object) -> Array:
+    """The probes' first sequence by a sampler, positions 1 and on."""
+    datum = lab.probes()[0]
+    return logprobs((*datum.tokens, int(datum.targets[-1])))[1:]  # type: ignore[operator]
+
+
+def snapshot_frozen(lab: Lab) -> Measured:
+    """Sampler weights stay as they were saved while training goes on, named or not."""
+    with lab.session() as session:
+        trainer = _trained(lab, session)
+        samplers = [session.sampler(trainer.save_for_sampler(next(lab.names))), trainer.snapshot()]
+        before = [_scored(lab, sampler.logprobs) for sampler in samplers]
+        _next_step(lab, trainer)
+        after = [_scored(lab, sampler.logprobs) for sampler in samplers]
+        moved = _scored(lab, trainer.snapshot().logprobs)
+    gap = max(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True))
+    seen = float(np.abs(moved - before[0]).max())
+    because = f"while training went on a saved sampler moved by {gap:.3g} nats; a new one is {seen:.3g} away"
+    return Measured(gap, because, seen, 10 * max(lab.noise.logprob, lab.noise.sampler))
+
+
+def names_apart(lab: Lab) -> Measured:
+    """Two names hold two states, and sampler weights with a state's name do not replace it."""
+    with lab.session() as session:
+        trainer = _trained(lab, session)
+        first, name = lab.change(trainer), next(lab.names)
+        path = trainer.save(name)
+        second = _next_step(lab, trainer)
+        try:
+            trainer.save_for_sampler(name)
+        except Refusal:
+            trainer.save_for_sampler(next(lab.names))
+        other = trainer.save(next(lab.names))
+        restored = [lab.change(session.restore(saved)) for saved in (path, other)]
+        gap = max(lab.distance(restored[0], first), lab.distance(restored[1], second))
+        seen = lab.distance(second, first)
+    because = f"of two states saved under two names one came back {gap:.3g} (relative) off"
+    return Measured(gap, because, seen, lab.step_noise(first))
+
+
+def _flagged(lab: Lab, session: Session, **flags: bool) -> Trainer:
+    """A fresh adapter after two steps: the first moves B alone."""
+    trainer = session.create(lab.settings.rank, seed=13, **flags)
+    for _ in range(2):
+        trainer.forward_backward(_data(lab))
+        trainer.step(**lab.adam)
+    return trainer
+
+
+def flags(lab: Lab) -> Measured:
+    """Each of train_attn, train_mlp and train_unembed changes what is trained."""
+    with lab.session() as session:
+        whole = lab.change(_flagged(lab, session))
+        least, which = np.inf, ""
+        for flag in FLAGS:
+            gap = lab.distance(lab.change(_flagged(lab, session, **{flag: False})), whole)
+            if gap < least:
+                least, which = gap, flag
+    bound = max(0.005, lab.step_noise(whole))
+    because = f"{which}=False changes two steps by {least:.3g} (relative), the least of the three flags"
+    return Measured(0.0 if least > 4 * bound else 1.0, because)
+
+
+def flags_restored(lab: Lab) -> Measured:
+    """The flags and the rank of an adapter come back with its state."""
+    switch = {"train_mlp": False}
+    with lab.session() as session:
+        trainer = _flagged(lab, session, **switch)
+        rank = trainer.info().lora_rank
+        back = session.restore(trainer.save(next(lab.names)))
+        rank_back = back.info().lora_rank
+        want, got = _next_step(lab, trainer, beta1=0.0, beta2=0.0), _next_step(lab, back, beta1=0.0, beta2=0.0)
+        wrong = _next_step(lab, _flagged(lab, session), beta1=0.0, beta2=0.0)
+        gap, seen = lab.distance(got, want), lab.distance(wrong, want)
+    if rank is not None and rank_back is not None and rank != rank_back:
+        return Measured(1.0, f"an adapter of rank {rank} was restored with rank {rank_back}")
+    because = f"with train_mlp=False the step after a restore is {gap:.3g} (relative) from the uninterrupted one"
+    return Measured(gap, because, seen, lab.step_noise(want))
+
+
+def seed(lab: Lab) -> Measured:
+    """The seed decides the adapter's start: equal seeds step equally, and another seed does not."""
+    with lab.session() as session:
+
+        def step(number: int) -> Moved:
+            trainer = session.create(lab.settings.rank, seed=number)
+            trainer.forward_backward(_data(lab))
+            trainer.step(**lab.adam)
+            return lab.change(trainer)
+
+        first, again, other = step(7), step(7), step(99)
+        gap, seen = lab.distance(again, first), lab.distance(other, first)
+    if not seen > 4 * max(0.0002, lab.step_noise(first)):
+        return Measured(1.0, f"seeds 7 and 99 give the same first step ({seen:.3g} apart, relative): no effect")
+    because = f"one seed twice: first steps {gap:.3g} (relative) apart; two seeds: {seen:.3g}"
+    return Measured(gap, because, seen, lab.step_noise(first))
+
+
+def pending_gradient(lab: Lab) -> Measured:
+    """Saving does not touch a gradient that waits for its step; whether the saved state has it is said."""
+    with lab.session() as session:
+        want = lab.arm(session, lambda t: t.forward_backward(_data(lab)))
+        trainer = session.restore(lab.warmed())
+        trainer.forward_backward(_data(lab))
+        path = trainer.save(next(lab.names))
+        trainer.step(**lab.adam)
+        got = lab.change(trainer)
+        gap = lab.distance(got, want)
+        carried = "is not known: the restored state refused a step on zero weights"
+        try:
+            back = session.restore(path, optimizer=True)
+            back.forward_backward(lab.weighted(lab.data(1, 4, salt=14), 0.0))
+            back.step(**lab.adam)
+            carried = "carries it" if lab.change(back).rms > want.rms / 4 else "does not carry it"
+        except Refusal:
+            pass
+    because = f"after a save the pending gradient's step is {gap:.3g} (relative) off; the saved state {carried}"
+    return Measured(gap, because, 1.0, lab.step_noise(want))
+
+
+def load_in_a_run(lab: Lab) -> Measured:
+    """load_state after a first gradient is refused, or sets the weights exactly."""
+    with lab.session() as session:
+        trainer = _trained(lab, session)
+        moved = lab.change(trainer)
+        try:
+            trainer.load(lab.warmed())
+        except AttributeError:
+            raise Undecided("this SDK has no load_state") from None
+        back = lab.change(trainer)
+    gap = float(np.abs(back.change).max())
+    return Measured(gap, f"load_state sets the weights {gap:.3g} nats off", moved.rms, 10 * lab.noise.logprob)
+
+
+CHECKS = {
+    "state/optimizer_restored": optimizer_restored,
+    "state/weights_only_is_cold": weights_only_is_cold,
+    "state/saved_exactly": saved_exactly,
+    "state/snapshot_frozen": snapshot_frozen,
+    "state/names_apart": names_apart,
+    "state/flags": flags,
+    "state/flags_restored": flags_restored,
+    "state/seed": seed,
+    "state/pending_gradient": pending_gradient,
+    "state/load_in_a_run": load_in_a_run,
+}

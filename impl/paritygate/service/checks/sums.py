@@ -1,0 +1,141 @@
+"""sums: a batch is the sum of its datums, however it is cut, ordered, padded or repeated."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from paritygate.service.client import Datum, Trainer
+from paritygate.service.lab import Lab
+from paritygate.service.outcome import Measured, Undecided
+
+MANY = 1030  # the SDK sends at most 1024 datums a request
+
+
+def _same(
+    lab: Lab,
+    what: str,
+    one: Callable[[Trainer], object],
+    other: Callable[[Trainer], object],
+    wrong: Callable[[Trainer], object],
+) -> Measured:
+    """Compare two arms that are equal by right, and a third that is not."""
+    with lab.session() as session:
+        first, second = lab.arm(session, one), lab.arm(session, other)
+        contrast = lab.arm(session, wrong)
+        gap, seen = lab.distance(first, second), lab.distance(contrast, second)
+    return Measured(gap, f"{what}: the steps differ by {gap:.3g} (relative)", seen, lab.step_noise(second))
+
+
+def _scaled(data: Sequence[Datum], factor: float) -> list[Datum]:
+    return [d.with_inputs(weights=factor * d.inputs["weights"]) for d in data]
+
+
+def duplicate(lab: Lab) -> Measured:
+    """The same datum twice is the datum with doubled weights."""
+    data = lab.weighted(lab.data(2, 12, salt=30))
+    return _same(
+        lab,
+        "each datum twice, and once with doubled weights",
+        lambda t: t.forward_backward([*data, *data]),
+        lambda t: t.forward_backward(_scaled(data, 2.0)),
+        lambda t: t.forward_backward(data),
+    )
+
+
+def split(lab: Lab) -> Measured:
+    """One call with five datums is two calls with two and three."""
+    data = lab.weighted(lab.data(5, 12, salt=31, least=2))
+    cut = max(1, len(data) - 3)
+
+    def two(trainer: Trainer) -> None:
+        trainer.forward_backward(data[:cut])
+        trainer.forward_backward(data[cut:])
+
+    return _same(
+        lab,
+        "one call and two",
+        two,
+        lambda t: t.forward_backward(data),
+        lambda t: t.forward_backward(data[cut:]),
+    )
+
+
+def _ragged(lab: Lab) -> list[Datum]:
+    lengths = (4, 2) if lab.small else (3, 17, 1, 9)
+    return [lab.datum(length, 32_000 + index) for index, length in enumerate(lengths)]
+
+
+def permuted(lab: Lab) -> Measured:
+    """The order of the datums in a call does not matter, nor that their lengths differ."""
+    data = lab.weighted(_ragged(lab))
+    return _same(
+        lab,
+        "another order of datums",
+        lambda t: t.forward_backward(data[::-1]),
+        lambda t: t.forward_backward(data),
+        lambda t: t.forward_backward(data[1:]),
+    )
+
+
+def alone(lab: Lab) -> Measured:
+    """A batch of datums with different lengths is each of them in a call of its own."""
+    data = lab.weighted(_ragged(lab))
+
+    def each(trainer: Trainer) -> None:
+        for datum in data:
+            trainer.forward_backward([datum])
+
+    return _same(
+        lab,
+        "each datum in a call of its own, and all in one",
+        each,
+        lambda t: t.forward_backward(data),
+        lambda t: t.forward_backward(_scaled(data, 0.5)),
+    )
+
+
+def ragged_logprobs(lab: Lab) -> Measured:
+    """Logprobs in a batch with different lengths are those of each datum alone."""
+    data = _ragged(lab)
+    together = lab.logprobs(data)
+    single = [lab.logprobs([datum])[0] for datum in data]
+    gap = max(float(np.abs(a - b).max()) for a, b in zip(together, single, strict=True))
+    contrast = max(float(np.abs(np.roll(b, 1) - b).max()) for b in single)
+    because = f"a datum's logprobs in a batch and alone differ by {gap:.3g} nats"
+    return Measured(gap, because, contrast, 10 * lab.noise.logprob)
+
+
+def copies(lab: Lab) -> Measured:
+    """Equal datums of one batch have equal logprobs."""
+    datum = lab.datum(4 if lab.small else 16, 33_000)
+    rows = np.stack(lab.logprobs([datum, datum, datum]))
+    gap = float(np.abs(rows - rows[0]).max())
+    contrast = float(np.abs(np.roll(rows[0], 1) - rows[0]).max())
+    because = f"equal datums of one batch have logprobs {gap:.3g} nats apart"
+    return Measured(gap, because, contrast, 10 * lab.noise.logprob)
+
+
+def many(lab: Lab) -> Measured:
+    """More datums than one request takes: the SDK sends several, and one step uses them all, not the last alone."""
+    if lab.small:
+        raise Undecided("this needs more datums than one request takes")
+    copies = MANY // 5
+    few = lab.weighted([lab.datum(2, 40_000 + index) for index in range(5)], lab.weight * 4 / copies)
+    return _same(
+        lab,
+        f"{MANY} datums, and the five that they are copies of with the weight of all",
+        lambda t: t.forward_backward(few * copies),
+        lambda t: t.forward_backward(_scaled(few, copies)),
+        lambda t: t.forward_backward((few * copies)[1024:]),
+    )
+
+
+CHECKS = {
+    "sums/duplicate": duplicate,
+    "sums/split": split,
+    "sums/permuted": permuted,
+    "sums/alone": alone,
+    "sums/ragged_logprobs": ragged_logprobs,
+    "sums/copies": copies,
+    "sums/many": many,
+}

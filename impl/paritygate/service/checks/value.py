@@ -1,0 +1,145 @@
+"""value: what a pass returns. `loss:sum` against float64 sums over the logprobs that came with it."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from paritygate.service.client import Array, Datum, Pass, Refusal
+from paritygate.service.lab import Lab, f32
+from paritygate.service.oracles import CISPO_DEFAULTS, LOSSES, PPO_DEFAULTS
+from paritygate.service.outcome import Measured, Undecided
+
+POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
+
+
+def weighted_data(lab: Lab) -> list[Datum]:
+    """cross_entropy with fractional, negative and zero weights."""
+    pattern = np.array([0.25, -1.5, 0.0, 1.0, 0.7])
+    return [d.with_inputs(weights=f32(np.resize(pattern, len(d.tokens)))) for d in lab.data(2, 16, salt=10)]
+
+
+def cross_entropy(lab: Lab) -> Measured:
+    """loss:sum = -sum(weights * logprobs)."""
+    data = weighted_data(lab)
+    return _value(lab, "cross_entropy", data, {}, lab.held().forward(data))
+
+
+def several_targets(lab: Lab) -> Measured:
+    """(N, K): a logprob for each of K targets of a position, those of the first column as with (N,), and their sum."""
+    data: list[Datum] = []
+    for datum in weighted_data(lab):
+        others = np.stack([np.roll(datum.targets, shift) for shift in (0, 1, 2)], axis=1)
+        weights = datum.inputs["weights"][:, None] * np.array([1.0, -0.5, 0.25])
+        data.append(Datum(datum.tokens, others, {"weights": f32(weights)}))
+    out = lab.held().forward(data)
+    alone = lab.logprobs(weighted_data(lab))
+    columns = max(float(np.abs(k[:, 0] - one).max()) for k, one in zip(out.logprobs, alone, strict=True))
+    if columns > max(1e-4, 12 * lab.noise.logprob):
+        return Measured(columns, f"the first of K targets has a logprob {columns:.3g} nats from that of one target")
+    return _value(lab, "cross_entropy", data, {}, out)
+
+
+def policy(lab: Lab, loss: str) -> Measured:
+    """The loss with its options given."""
+    data, config = lab.policy_data(loss, 1.0)
+    return _value(lab, loss, data, config, lab.held().forward(data, loss, config))
+
+
+def policy_defaults(lab: Lab, loss: str, defaults: Sequence[Mapping[str, float]]) -> Measured:
+    """The loss without options: one of the documented defaults."""
+    data, _ = lab.policy_data(loss, 1.0)
+    out = lab.held().forward(data, loss)
+    each = [_value(lab, loss, data, config, out) for config in defaults]
+    best = min(range(len(each)), key=lambda i: each[i].figure)
+    low, high = defaults[best].values()
+    return Measured(
+        each[best].figure,
+        f"without options the thresholds are {low:g} and {high:g}: {each[best].because}",
+        each[best].contrast,
+        each[best].noise,
+    )
+
+
+def forward_is_forward_backward(lab: Lab) -> Measured:
+    """Both verbs return the same logprobs and the same loss, for every loss that is served."""
+    worst, where, loudest = 0.0, "", 0.0
+    for loss in ("cross_entropy", *POLICY_LOSSES):
+        data, config = (weighted_data(lab), {}) if loss == "cross_entropy" else lab.policy_data(loss, 1.0)
+        try:
+            one, other = lab.held().forward(data, loss, config), lab.held().forward_backward(data, loss, config)
+        except Refusal:
+            continue
+        gaps = [float(np.abs(one.flat - other.flat).max())]
+        if one.loss is not None and other.loss is not None:
+            weights = np.concatenate([o.weights.ravel() for o in lab.oracles(loss, data, one.logprobs, config)])
+            gaps.append(abs(one.loss - other.loss) / float(np.abs(weights).sum()))
+        elif (one.loss is None) != (other.loss is None):
+            gaps.append(np.inf)
+        if max(gaps) >= worst:
+            worst, where = max(gaps), loss
+        loudest = max(loudest, float(np.abs(one.flat).max()))
+    if not where:
+        raise Undecided("no loss is served")
+    return Measured(worst, f"forward and forward_backward differ by {worst:.3g} nats ({where})", loudest, _nats(lab))
+
+
+def policy_logprobs(lab: Lab) -> Measured:
+    """The logprobs returned with a policy loss are those returned with cross_entropy, position by position."""
+    worst, where, contrast = -1.0, "", np.inf
+    for loss in POLICY_LOSSES:
+        data, config = lab.policy_data(loss, 1.0)
+        try:
+            out = lab.held().forward(data, loss, config)
+        except Refusal:
+            continue
+        for got, want in zip(out.logprobs, lab.logprobs(data), strict=True):
+            gap = float(np.abs(got - want).max())
+            worst, where = (gap, loss) if gap > worst else (worst, where)
+            contrast = min(contrast, float(np.abs(np.roll(want, 1) - want).max()))
+    if not where:
+        raise Undecided("no policy loss is served")
+    return Measured(worst, f"{where} returns logprobs {worst:.3g} nats from cross_entropy's", contrast, _nats(lab))
+
+
+def _nats(lab: Lab) -> float:
+    return 10 * lab.noise.logprob
+
+
+def _value(lab: Lab, loss: str, data: Sequence[Datum], config: Mapping[str, float], out: Pass) -> Measured:
+    if out.loss is None:
+        raise Undecided(f"there is no loss:sum among the metrics {sorted(out.metrics)}")
+    oracles = lab.oracles(loss, data, out.logprobs, config)
+    want = sum(o.value for o in oracles)
+    weights = np.concatenate([o.weights.ravel() for o in oracles])
+    size = abs(want) + float(np.abs(weights).sum())
+    wrong = _wrong(loss, data, out.logprobs, want, len(weights))
+    return Measured(
+        abs(out.loss - want) / size,
+        f"loss:sum is {out.loss:.7g}, the definition gives {want:.7g}",
+        min(abs(value - want) / size for value in wrong),
+        10 * lab.noise.logprob * float(np.linalg.norm(weights)) / size,
+    )
+
+
+def _wrong(loss: str, data: Sequence[Datum], logprobs: Sequence[Array], want: float, tokens: int) -> list[float]:
+    """Values that mistakes would give: half, the other sign, a mean, no ratio, no clipping."""
+    values = [want / 2, -want, want / tokens]
+    if loss != "cross_entropy":
+        plain = LOSSES["importance_sampling"]
+        pairs = list(zip(data, logprobs, strict=True))
+        values.append(-sum(float((p * d.inputs["advantages"]).sum()) for d, p in pairs))
+        if loss != "importance_sampling":
+            values.append(sum(plain(p, d.inputs, {}).value for d, p in pairs))
+    return values
+
+
+CHECKS = {
+    "value/cross_entropy": cross_entropy,
+    "value/several_targets": several_targets,
+    **{f"value/{loss}": partial(policy, loss=loss) for loss in POLICY_LOSSES},
+    "value/ppo_defaults": partial(policy_defaults, loss="ppo", defaults=(PPO_DEFAULTS,)),
+    "value/cispo_defaults": partial(policy_defaults, loss="cispo", defaults=CISPO_DEFAULTS),
+    "value/forward_is_forward_backward": forward_is_forward_backward,
+    "value/policy_logprobs": policy_logprobs,
+}

@@ -1,0 +1,86 @@
+"""The calls of a check as lines of Python: a departure is reported as a program that anyone can run."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+PREFACE = """\
+import os
+import numpy as np
+import tinker
+from tinker import types
+
+MODEL = {model!r}
+service = tinker.ServiceClient(base_url={base_url!r}, api_key=os.environ["TINKER_API_KEY"])
+
+def wait(call):
+    return call.result() if hasattr(call, "result") else call
+
+def datum(tokens, targets, **inputs):
+    inputs = {{name: np.asarray(value, np.float32) for name, value in inputs.items()}}
+    inputs["target_tokens"] = np.asarray(targets, np.int64)
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+def logprobs(output):
+    return np.concatenate([o["logprobs"].to_numpy().ravel() for o in output.loss_fn_outputs])
+"""
+
+
+@dataclass
+class Journal:
+    """Lines of the running check, with those of what it uses from before in front of them."""
+
+    lines: list[str] = field(default_factory=list[str])
+    _counter: int = 0
+    _used: set[str] = field(default_factory=set[str])
+    _cache: dict[str, tuple[Any, list[str]]] = field(default_factory=dict[str, tuple[Any, list[str]]])
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def name(self, prefix: str) -> str:
+        """A variable name that no other line uses."""
+        self._counter += 1
+        return f"{prefix}{self._counter}"
+
+    @contextmanager
+    def check(self) -> Generator[None]:
+        """A new program starts."""
+        self.lines, self._used = [], set()
+        yield
+
+    def cached(self, key: str, make: Callable[[], Any], *, record: bool = True) -> Any:
+        """`make()` once; every check that uses the value has its lines, unless not `record`."""
+        if key not in self._cache:
+            outer, used = self.lines, self._used
+            self.lines, self._used = [], set()
+            try:
+                value = make()
+            finally:
+                made, self.lines, self._used = self.lines, outer, used
+            self._cache[key] = (value, made if record else [])
+        value, made = self._cache[key]
+        if key not in self._used:
+            self._used.add(key)
+            self.lines.extend(line for line in made if line not in self.lines)
+        return value
+
+    def drop(self, prefix: str) -> None:
+        """Forget the cached values whose keys begin so."""
+        self._cache = {key: value for key, value in self._cache.items() if not key.startswith(prefix)}
+
+    def program(self, base_url: str, model: str) -> str:
+        return PREFACE.format(base_url=base_url, model=model) + "\n" + "\n".join(self.lines) + "\n"
+
+
+def number(value: float) -> str:
+    """A float32 value as short Python."""
+    return f"{value:.9g}"
+
+
+def numbers(values: Any) -> str:
+    """A nested list of numbers as Python."""
+    if isinstance(values, Sequence) or hasattr(values, "__iter__"):
+        return "[" + ", ".join(numbers(value) for value in values) + "]"
+    return str(int(values)) if float(values).is_integer() and abs(values) < 1e9 else number(float(values))

@@ -1,0 +1,57 @@
+"""What a check measures, and the outcome that follows: holds, departs, undecided or refused."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["holds", "departs", "undecided", "refused"]
+OUTCOMES: tuple[Outcome, ...] = ("holds", "departs", "undecided", "refused")
+CONTRAST = 4.0  # a contrast arm must differ by at least this many bounds, else the check sees too little to decide
+
+
+class Undecided(Exception):  # noqa: N818
+    """The check cannot tell, and why."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A difference, and the sizes that it is judged by, all in one unit.
+
+    figure: how far the service is from what is right. noise: the bound that its measured noise asks for (0: none).
+    contrast: how far an arm that is wrong on purpose is; None where the check needs none, with `because`.
+    because: what was compared, in words, with the numbers.
+    """
+
+    figure: float
+    because: str
+    contrast: float | None = None
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An outcome with the bound that decided it."""
+
+    outcome: Outcome
+    bound: float
+    because: str
+
+
+def judge(measured: Measured, tolerance: float) -> Judged:
+    """Hold `measured` to the declared tolerance or to the noise, whichever is larger.
+
+    Where the noise is what decides, a figure between the bound and three times the bound is undecided.
+    """
+    bound = max(tolerance, measured.noise)
+    blind = measured.contrast is not None and not measured.contrast >= CONTRAST * bound
+    if measured.figure <= bound and not blind:
+        return Judged("holds", bound, measured.because)
+    if measured.figure <= bound or (blind and measured.figure <= CONTRAST * bound):
+        return Judged(
+            "undecided",
+            bound,
+            f"{measured.because}; what is wrong on purpose differs by {measured.contrast:.3g} only, "
+            f"and {CONTRAST * bound:.3g} is needed to tell",
+        )
+    if measured.noise > tolerance and measured.figure <= 3 * bound:
+        return Judged("undecided", bound, f"{measured.because}; the service's noise allows {bound:.3g}")
+    return Judged("departs", bound, measured.because)

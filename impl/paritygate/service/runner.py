@@ -1,0 +1,141 @@
+"""Run the checks in order, judge each, confirm a departure and look for its smallest case."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paritygate.errors import BackendError, BadInputError
+from paritygate.service.checks import CHECKS, Check
+from paritygate.service.client import Broken, NoAnswer, Refusal
+from paritygate.service.lab import Lab, measure_noise
+from paritygate.service.obligations import Obligation, Obligations
+from paritygate.service.outcome import OUTCOMES, Outcome, Undecided, judge
+
+
+@dataclass(frozen=True)
+class Result:
+    """One obligation's outcome: what was measured, the bound that decided, why; `program` shows a departure."""
+
+    name: str
+    outcome: Outcome
+    figure: float | None = None
+    bound: float | None = None
+    contrast: float | None = None
+    because: str = ""
+    program: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def prepare(lab: Lab) -> None:
+    """Open the session, warm and calibrate, measure the noise; BackendError in one sentence where that fails."""
+    try:
+        models = lab.long.models()
+        if models and lab.connection.model not in models:
+            raise BadInputError(
+                f"{lab.connection.base_url} does not serve {lab.connection.model!r}; it serves {', '.join(models)}."
+            )
+        _ = lab.warmed(), lab.adam
+        lab.noise = measure_noise(lab)
+    except NoAnswer as error:
+        raise BackendError(f"{lab.connection.base_url}: {error}; a slow service needs a larger --limit.") from error
+    except Refusal as error:
+        raise BackendError(f"{lab.connection.base_url} refuses what every check starts with: {error}.") from error
+    except Broken as error:
+        raise BackendError(f"{lab.connection.base_url} fails at what every check starts with: {error}.") from error
+    except Undecided as error:
+        raise BackendError(f"{lab.connection.base_url} cannot be proved: {error}.") from error
+
+
+def prove(
+    lab: Lab, obligations: Obligations, done: Mapping[str, Result], report: Callable[[Result], None]
+) -> list[Result]:
+    """All results in order; those in `done` are not run again. BackendError when the service is gone."""
+    results: dict[str, Result] = {}
+    for entry in obligations.entries:
+        result = done.get(entry.name) or run_one(lab, entry, results)
+        results[entry.name] = result
+        report(result)
+    return list(results.values())
+
+
+def run_one(lab: Lab, entry: Obligation, before: Mapping[str, Result]) -> Result:
+    """Check one obligation. A departure counts when it shows twice, the second time with the smallest material."""
+    check = CHECKS.get(entry.name)
+    if check is None:
+        raise BadInputError(f"{entry.name}: no check of that name; the obligations file is of another version.")
+    result = _attempt(lab, entry, check)
+    if result.outcome == "departs":
+        result = _confirmed(lab, entry, check, result)
+    fallen = [need for need in entry.needs if need in before and before[need].outcome == "departs"]
+    if fallen and result.outcome in ("holds", "departs"):
+        because = f"{result.because}; it stands on {fallen[0]}, which departs"
+        return Result(entry.name, "undecided", result.figure, result.bound, result.contrast, because, result.program)
+    return result
+
+
+def _confirmed(lab: Lab, entry: Obligation, check: Check, first: Result) -> Result:
+    lab.small = True
+    try:
+        small = _attempt(lab, entry, check)
+    finally:
+        lab.small = False
+    if small.outcome == "departs":
+        return Result(entry.name, "departs", first.figure, first.bound, first.contrast, first.because, small.program)
+    again = _attempt(lab, entry, check)
+    if again.outcome == "departs":
+        return again
+    because = f"{first.because}; it departed once, and the second time not: {again.because}"
+    return Result(entry.name, "undecided", again.figure, again.bound, again.contrast, because)
+
+
+def _attempt(lab: Lab, entry: Obligation, check: Check) -> Result:
+    journal, connection = lab.connection.journal, lab.connection
+
+    def program() -> str:
+        return journal.program(connection.base_url, connection.model)
+
+    try:
+        with journal.check():
+            measured = check(lab)
+    except Undecided as error:
+        return Result(entry.name, "undecided", because=str(error))
+    except Refusal as error:
+        if error.by_sdk:
+            return Result(entry.name, "undecided", because=f"the SDK itself fails: {error}")
+        return Result(entry.name, "refused", because=str(error))
+    except Broken as error:
+        return Result(entry.name, "departs", because=str(error), program=program())
+    except NoAnswer as error:
+        _still_there(lab, error)
+        return Result(entry.name, "departs", because=f"hangs: {error}, while others are answered", program=program())
+    judged = judge(measured, entry.bound)
+    shown = program() if judged.outcome == "departs" else None
+    return Result(
+        entry.name,
+        judged.outcome,
+        _finite(measured.figure),
+        judged.bound,
+        _finite(measured.contrast),
+        judged.because,
+        shown,
+    )
+
+
+def _still_there(lab: Lab, error: NoAnswer) -> None:
+    """A call without an answer says something about that call only where an ordinary one is answered."""
+    try:
+        lab.held().forward(lab.probes())
+    except (NoAnswer, Broken, Refusal) as later:
+        raise BackendError(f"{lab.connection.base_url} stopped answering: {error}; then {later}.") from later
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not abs(value) < float("inf") else float(value)
+
+
+def outcomes(results: Iterable[Result]) -> dict[str, int]:
+    """How many of each."""
+    names = [result.outcome for result in results]
+    return {name: names.count(name) for name in OUTCOMES}
