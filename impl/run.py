@@ -48,7 +48,7 @@ def call(root: Path, options: dict[str, Any]) -> Any:
 
         return synthetic.plan(spec, **options) if check else synthetic.run(spec, root=root, **options)
     if check:
-        from paritygate.experiment.plan import plan
+        from paritygate.experiment.check import plan
 
         return plan(spec, root=root, device=options["device"], tau_bench=options["tau_bench"])
     from paritygate import experiment

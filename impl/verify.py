@@ -26,7 +26,7 @@ def main() -> int:
         if arguments.parity:
             print(parity(root, arguments.spec, arguments.device))
         else:
-            from paritygate.experiment.replay import replay
+            from paritygate.experiment.run.replay import replay
 
             print("\n".join(replay(Path(arguments.run_dir), root)))
     except ParityGateError as error:

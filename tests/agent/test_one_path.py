@@ -7,17 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from paritygate import retail
+from paritygate.agent.episode import first_prompt
 from paritygate.agent.judge import DIMENSIONS, Judged, Judgement
-from paritygate.agent.rollout import first_prompt
-from paritygate.agent.step import Judgment
+from paritygate.agent.rollouts import Group, Rollout
 from paritygate.agent.trajectory import Trajectory
 from paritygate.agent.user import opening
-from paritygate.experiment.advantages import Scores, group_advantages
-from paritygate.experiment.batch import batch_advantages
-from paritygate.experiment.collect import Collector
-from paritygate.experiment.metrics import logprob_difference
-from paritygate.experiment.rollouts import Group, Rollout
-from paritygate.experiment.state import Options, Settings
+from paritygate.experiment.run.options import Options, Settings
+from paritygate.experiment.step.advantages import group_advantages
+from paritygate.experiment.step.batch import batch_advantages
+from paritygate.experiment.step.collector import Collector
+from paritygate.experiment.step.metrics import logprob_difference
 from paritygate.spec import load
 from paritygate.spec.schema import spec_folder
 from tests.agent.fakes import Script
@@ -63,7 +62,7 @@ def test_sampling_scoring_and_evaluation_see_one_rendering(renderers, tau_bench_
     async def play():
         trained = await collector.episode(script, "train", 3, 0, 1, exp.protocol.rollout.temperature)
         evaluated = await collector.evaluation_episode(script, 4, 0, 0)
-        taught = await collector.teach(script, 0, [Judgment(trained, judged(0.0))])
+        taught = await collector.teach(script, 0, [Rollout(trained, judged(0.0))])
         await collector.score_again(script, trained)
         return trained, evaluated.trajectory, taught
 
@@ -91,10 +90,10 @@ def test_rewards_are_centred_within_each_group():
 @pytest.mark.parametrize("kind", ["sdpo_token", "sdpo_sequence", "hybrid"])
 def test_a_token_without_a_logprob_is_refused_and_not_read_as_certain(kind):
     """None is what a service gives where nothing is predicted; 0.0 would be a probability of one."""
-    complete = Scores(1.0, [0, 1, 1], [None, -1.0, -2.0], [None, -0.5, -1.0])
-    for hole in ({"teacher_logprobs": [None, None, -1.0]}, {"sampler_logprobs": [None, -1.0, None]}):
+    student, teacher = [None, -1.0, -2.0], [None, -0.5, -1.0]
+    for students, teachers in (([student, [None, -1.0, None]], [teacher] * 2), ([student] * 2, [teacher, [None] * 3])):
         with pytest.raises(ValueError, match=r"rollout 1 of the group: .* at position [12] is nan"):
-            group_advantages(kind, [complete, dataclasses.replace(complete, **hole)])
+            group_advantages(kind, [1.0] * 2, [[0, 1, 1]] * 2, students, teachers, clip=5.0, hybrid_weight=0.5)
 
 
 def test_sampled_against_recomputed_logprobs_is_a_metric():

@@ -7,10 +7,11 @@ import pytest
 
 from paritygate import retail
 from paritygate.agent import prompt
-from paritygate.agent.conversation import WRITE_TOOLS, assistant, tool, user
+from paritygate.agent.conversation import assistant, tool, user
 from paritygate.agent.renderer import GuardedTokenizer, load, resolve
 from paritygate.backend.vocabulary import offline
 from paritygate.errors import BadInputError
+from paritygate.retail.tools import WRITE_TOOLS
 from tests.agent.fakes import TOOLS, phrase
 from tests.counts import soak
 

@@ -13,6 +13,7 @@ from paritygate.agent import Limits, collect_step, gold_trajectory, run_episode
 from paritygate.agent import prompt as prompts
 from paritygate.agent.judge import RuleJudge
 from paritygate.agent.renderer import load
+from paritygate.agent.rollouts import flat
 from paritygate.agent.seeds import derive
 from paritygate.agent.teacher import teacher_context, teacher_logprobs
 from paritygate.agent.user import ModelUser, ScriptedUser
@@ -82,7 +83,7 @@ async def warm(trainer, step):
 def gaps(collected, which):
     """Teacher minus sampler logprob of every sampled token, of one of the three contexts."""
     trajectory = collected.trajectory
-    rows = zip(collected.taught[which], trajectory.sampler_logprobs, trajectory.mask, strict=True)
+    rows = zip(collected.teacher[which], trajectory.sampler_logprobs, trajectory.mask, strict=True)
     return [teacher - sampled for teacher, sampled, mask in rows if mask]
 
 
@@ -91,7 +92,7 @@ def test_an_empty_block_has_no_advantage_and_a_block_has_one(tiny, tau_bench_dir
         return await collect_step(TASKS, 2, stage.play, stage.judge, stage.teach)
 
     groups = on_stage(tiny, tau_bench_dir, act, steps=3)
-    everyone = [c for group in groups for c in group]
+    everyone = flat(groups)
     assert all(sum(c.trajectory.mask) > 10 for c in everyone)
     # The noise floor of this server: its sampled and recomputed logprobs differ by less than this (nats).
     assert max(abs(gap) for c in everyone for gap in gaps(c, 0)) < 1e-4
@@ -111,7 +112,7 @@ def test_the_batch_is_the_same_at_any_concurrency(tiny, tau_bench_dir):
 
     together = on_stage(tiny, tau_bench_dir, all_at_once)
     apart = on_stage(tiny, tau_bench_dir, one_by_one)
-    assert [[c.trajectory for c in group] for group in together] == apart
+    assert [[c.trajectory for c in group.rollouts] for group in together] == apart
 
 
 def test_a_served_user_plays_along(tiny, tau_bench_dir):

@@ -1,4 +1,4 @@
-"""A step's episodes: started together, judged and taught as soon as they can be, returned in one order."""
+"""A step's episodes: started together, judged and scored as soon as they can be, returned in one order."""
 
 import asyncio
 import dataclasses
@@ -62,10 +62,10 @@ def test_the_order_of_completion_never_shows():
     for _ in range(soak(quick=20, full=300)):
         times = {(task, r): rng.random() / 100 for task in (5, 3, 9, 1) for r in range(4)}
         groups, _ = collect(lambda task, rollout, times=times: times[task, rollout])
-        assert [[(c.trajectory.task_index, c.trajectory.rollout) for c in group] for group in groups] == [
+        assert [[(c.trajectory.task_index, c.trajectory.rollout) for c in group.rollouts] for group in groups] == [
             [(task, r) for r in range(4)] for task in (5, 3, 9, 1)
         ]
-        assert all(c.taught == ([0, 1, 2, 3], c.trajectory.rollout) for group in groups for c in group)
+        assert all(c.teacher == ([0, 1, 2, 3], c.trajectory.rollout) for group in groups for c in group.rollouts)
         first = first or groups
         assert groups == first
 
@@ -119,8 +119,8 @@ def test_without_a_teacher_nothing_is_taught():
 
         return await collect_step([0], 2, play, judge)
 
-    [[first, second]] = asyncio.run(step())
-    assert (first.taught, second.taught) == (None, None)
+    [group] = asyncio.run(step())
+    assert [rollout.teacher for rollout in group.rollouts] == [None, None]
 
 
 class VirtualClock(asyncio.SelectorEventLoop):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from paritygate.backend.trainer import _passed
-from paritygate.experiment.metrics import logprob_difference
+from paritygate.experiment.step.metrics import logprob_difference
 
 
 def output(*arrays: np.ndarray) -> Any:

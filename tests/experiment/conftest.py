@@ -61,7 +61,7 @@ def lean(monkeypatch: pytest.MonkeyPatch) -> None:
     async def none(_: Any) -> list[Any]:
         return []
 
-    monkeypatch.setattr("paritygate.experiment.correctness.model_comparisons", none)
+    monkeypatch.setattr("paritygate.experiment.correctness.paths.model_comparisons", none)
     monkeypatch.setattr("paritygate.report.write", lambda directory: (directory / "report.html").write_text("page"))
 
 

@@ -11,7 +11,7 @@ def main() -> int:
     """The exit code of run.py."""
     from paritygate import experiment, report
     from paritygate.errors import ParityGateError
-    from paritygate.experiment import correctness
+    from paritygate.experiment.correctness import paths
     from paritygate.spec import load
     from tests.experiment import stub_guard
 
@@ -19,7 +19,7 @@ def main() -> int:
         return []
 
     stub_guard.install()
-    correctness.model_comparisons = none
+    paths.model_comparisons = none
     report.write = lambda directory: (Path(directory) / "report.html").write_text("page")
     spec, output, data = sys.argv[1:4]
     try:

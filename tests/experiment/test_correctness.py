@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paritygate.errors import Refused
-from paritygate.experiment import correctness
-from paritygate.experiment.compare import compare_values, recorded
+from paritygate.experiment.correctness import paths as correctness
+from paritygate.experiment.correctness.comparison import compare_values, recorded
 from paritygate.spec import load
 from paritygate.spec.experiment import CorrectnessPath
 from paritygate_reference import sdpo as reference
@@ -64,8 +64,8 @@ MISTAKES = {
 def test_a_wrong_advantage_path_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = correctness.group_advantages
 
-    def wrong(kind: str, group: Any, **options: Any) -> list[list[float]]:
-        return MISTAKES[mistake](right(kind, group, **options))
+    def wrong(*group: Any, **options: Any) -> list[list[float]]:
+        return MISTAKES[mistake](right(*group, **options))
 
     monkeypatch.setattr(correctness, "group_advantages", wrong)
     for check, path in ((correctness.grpo_path, GRPO), (correctness.sdpo_path, SDPO)):
@@ -74,13 +74,13 @@ def test_a_wrong_advantage_path_is_found(mistake: str, monkeypatch: pytest.Monke
 
 def test_a_wrong_loss_through_the_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean over positions in place of the sum: the mistake that one known backend makes."""
-    right = correctness.Sequence_.datum
+    right = correctness.TokenSequence.datum
 
     def averaged(sequence: Any) -> Any:
         count = len(sequence.tokens) - 1
         return right(dataclasses.replace(sequence, advantages=[a / count for a in sequence.advantages]))
 
-    monkeypatch.setattr(correctness.Sequence_, "datum", averaged)
+    monkeypatch.setattr(correctness.TokenSequence, "datum", averaged)
     loss, gradient = asyncio.run(correctness.model_comparisons(GRPO))
     assert not loss.passed
     assert not gradient.passed
@@ -118,7 +118,7 @@ def test_a_comparison(actual: list[float], expected: list[float], passes: bool) 
 
 @pytest.mark.skipif(importlib.util.find_spec("tinker_cookbook") is None, reason="tinker-cookbook is not installed")
 def test_the_installed_cookbook_gives_the_recorded_numbers() -> None:
-    from paritygate.experiment.cookbook import live_advantages
+    from paritygate.experiment.correctness.cookbook import live_advantages
 
     for case in recorded("cookbook")["compute_advantages"]:
         assert live_advantages(case["rewards"]) == case["advantages"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paritygate.errors import BackendError, GateStopped
-from paritygate.experiment import lane
+from paritygate.experiment.step import training_step
 from paritygate.server import Running
 from tests.counts import soak
 from tests.experiment.faulty_proxy import FAULTS, FaultyProxy
@@ -65,7 +65,7 @@ def test_a_loss_that_overflows_at_the_server_stops_before_the_step(
     run_spec: Any, at_tiny: Any, tiny_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The embedded server refuses a loss of infinity; the run says in which trajectory, where and at which token."""
-    right, planted = lane.make_batch, list[tuple[str, int, int]]()
+    right, planted = training_step.make_batch, list[tuple[str, int, int]]()
 
     async def overflowing(*arguments: Any) -> Any:
         batch = await right(*arguments)
@@ -80,7 +80,7 @@ def test_a_loss_that_overflows_at_the_server_stops_before_the_step(
 
     at_tiny(tiny_server.base_url)
     run_spec(small_at_a_service(), until="activation_pilot")
-    monkeypatch.setattr(lane, "make_batch", overflowing)
+    monkeypatch.setattr(training_step, "make_batch", overflowing)
     with pytest.raises(GateStopped, match="stopped before the optimiser step") as stopped:
         run_spec(small_at_a_service(), resume=True)
     message = str(stopped.value)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paritygate.errors import GateStopped
-from paritygate.experiment.gates import check_gate
-from paritygate.experiment.journal import read_lines
+from paritygate.experiment.run.journal import read_lines
+from paritygate.experiment.step.gates import check_gate
 from paritygate.receipts import PhaseChain
 from paritygate.spec import GateCheck
 from tests.experiment.scaled_spec import brief

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paritygate.experiment.evaluate import agreement_with_rules
+from paritygate.experiment.phases.evaluate import agreement_with_rules
 
 
 def item(said: tuple[float, float, float] | None, ruled: tuple[float, float, float] | None) -> dict[str, object]:

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from paritygate.agent.judge import Judged
+from paritygate.agent.rollouts import Rollout, TeacherScores
 from paritygate.agent.trajectory import Trajectory
 from paritygate.backend import connect
-from paritygate.experiment import model_gradients
-from paritygate.experiment.journal import read_lines
-from paritygate.experiment.logit import logit_datums
-from paritygate.experiment.rollouts import Rollout, Teacher
+from paritygate.experiment.correctness import model_gradients
+from paritygate.experiment.run.journal import read_lines
+from paritygate.experiment.step.logit import logit_datums
 from paritygate.server import Running, start
 from paritygate.server.model.sources import resolve
 from paritygate_reference import sdpo as reference
@@ -47,7 +47,7 @@ def rollout() -> Rollout:
         reward=0.0,
         grade={},
     )
-    teacher = Teacher(tuple(-1.0 if bit else None for bit in mask), True, None, 0, len(CONTEXT), CONTEXT)
+    teacher = TeacherScores(tuple(-1.0 if bit else None for bit in mask), True, None, 0, len(CONTEXT), CONTEXT)
     return Rollout(trajectory, Judged(None, 1, first_try_parsed=True), teacher)
 
 
@@ -58,7 +58,7 @@ async def by_the_service(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Te
         async with connect(server.base_url, server.api_key) as backend:
             trainer = await backend.training(server.model_name, rank=4, seed=0)
             sampler = await trainer.snapshot("now")
-            datums, _, facts = await logit_datums([rollout()], sampler, sampler, k=K)
+            datums, _, facts = await logit_datums([rollout()], [0], sampler, sampler, k=K)
             await trainer.forward_backward(datums, "cross_entropy")
             huge = model_gradients.HUGE
             await trainer.optim_step(huge, beta1=0.0, beta2=0.0, eps=huge)

@@ -3,18 +3,32 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paritygate.experiment.advantages import Scores, group_advantages
-from paritygate.experiment.journal import Journal, Timings, drop_torn_tail, read_lines
-from paritygate.experiment.metrics import add_tallies, gate_values
+from paritygate.experiment.run.journal import Journal, Timings, drop_torn_tail, read_lines
+from paritygate.experiment.step.advantages import group_advantages
+from paritygate.experiment.step.metrics import add_tallies, gate_values
 
 SCORE = st.floats(0.0, 1.0)
 LOGPROB = st.floats(-20.0, 0.0)
+
+
+class Scores(NamedTuple):
+    """One rollout of a group, as an advantage sees it."""
+
+    composite: float | None
+    mask: list[int]
+    student: list[float | None]
+    teacher: list[float | None] | None
+
+
+def advantages(kind: str, group: list[Scores], *, clip: float = 5.0, hybrid_weight: float = 0.9) -> list[list[float]]:
+    columns = [list(column) for column in zip(*group, strict=True)] or [[]] * 4
+    return group_advantages(kind, *columns, clip=clip, hybrid_weight=hybrid_weight)
 
 
 @st.composite
@@ -29,7 +43,7 @@ def groups(draw: st.DrawFn) -> list[Scores]:
 
 @given(groups())
 def test_grpo_is_the_centred_composite_on_the_mask(group: list[Scores]) -> None:
-    rows = group_advantages("grpo", group)
+    rows = advantages("grpo", group)
     judged = [scores.composite for scores in group if scores.composite is not None]
     mean = math.fsum(judged) / len(judged) if judged else 0.0
     for scores, row in zip(group, rows, strict=True):
@@ -39,11 +53,9 @@ def test_grpo_is_the_centred_composite_on_the_mask(group: list[Scores]) -> None:
 
 @given(groups(), st.floats(0.1, 6.0))
 def test_sdpo_is_the_clipped_difference_on_the_mask(group: list[Scores], clip: float) -> None:
-    rows = group_advantages("sdpo_token", group, clip=clip)
+    rows = advantages("sdpo_token", group, clip=clip)
     for scores, row in zip(group, rows, strict=True):
-        for bit, student, teacher, value in zip(
-            scores.mask, scores.sampler_logprobs, scores.teacher_logprobs or (), row, strict=True
-        ):
+        for bit, student, teacher, value in zip(scores.mask, scores.student, scores.teacher or (), row, strict=True):
             if not bit or scores.composite is None:
                 assert value == 0.0
             else:
@@ -56,28 +68,28 @@ def test_sdpo_is_the_clipped_difference_on_the_mask(group: list[Scores], clip: f
 def test_a_rollout_without_a_judgement_is_as_if_it_had_not_been(group: list[Scores]) -> None:
     """The others' advantages are those of the group without it; its own are 0."""
     for kind in ("grpo", "sdpo_token", "sdpo_sequence", "hybrid"):
-        rows = group_advantages(kind, group)
+        rows = advantages(kind, group)
         kept = [scores for scores in group if scores.composite is not None]
         assert [row for scores, row in zip(group, rows, strict=True) if scores.composite is not None] == (
-            group_advantages(kind, kept) if kept else []
+            advantages(kind, kept) if kept else []
         )
         assert all(not any(row) for scores, row in zip(group, rows, strict=True) if scores.composite is None)
 
 
 @given(groups())
 def test_hybrid_lies_between_its_ends(group: list[Scores]) -> None:
-    assert group_advantages("hybrid", group, hybrid_weight=1.0) == group_advantages("grpo", group)
-    assert group_advantages("hybrid", group, hybrid_weight=0.0) == group_advantages("sdpo_token", group)
+    assert advantages("hybrid", group, hybrid_weight=1.0) == advantages("grpo", group)
+    assert advantages("hybrid", group, hybrid_weight=0.0) == advantages("sdpo_token", group)
 
 
 def test_what_cannot_be_an_advantage_is_named() -> None:
     bad = Scores(0.5, [0, 1, 1], [None, -1.0, math.nan], [None, -1.0, -1.0])
     with pytest.raises(ValueError, match=r"rollout 1 of the group: .*2"):
-        group_advantages("sdpo_token", [Scores(0.5, [0], [None], [None]), bad])
+        advantages("sdpo_token", [Scores(0.5, [0], [None], [None]), bad])
     with pytest.raises(ValueError, match="no teacher logprobs"):
-        group_advantages("sdpo_token", [Scores(0.5, [1], [-1.0])])
+        advantages("sdpo_token", [Scores(0.5, [1], [-1.0], None)])
     with pytest.raises(ValueError, match="'ppo'"):
-        group_advantages("ppo", [Scores(0.5, [1], [-1.0], [-1.0])])
+        advantages("ppo", [Scores(0.5, [1], [-1.0], [-1.0])])
 
 
 def test_a_gate_is_measured_over_all_tokens_of_the_pilot() -> None:

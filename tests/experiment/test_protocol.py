@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paritygate.experiment.journal import read_lines
+from paritygate.experiment.run.journal import read_lines
 from paritygate.receipts import PhaseChain
 from paritygate.spec import load
 from tests.experiment.scaled_spec import asked_for

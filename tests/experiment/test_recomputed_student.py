@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from paritygate.agent.judge import Judged, Judgement
+from paritygate.agent.rollouts import Group, Rollout, TeacherScores
 from paritygate.agent.trajectory import Trajectory
-from paritygate.experiment.advantages import group_advantages
-from paritygate.experiment.design import deviations
-from paritygate.experiment.metrics import gaps
-from paritygate.experiment.rollouts import Rollout, Teacher
+from paritygate.experiment.phases.preflight.spec_preflight import deviations
+from paritygate.experiment.step.batch import batch_advantages
+from paritygate.experiment.step.metrics import gaps
 from paritygate.spec import Experiment, load
 from paritygate.spec.schema import spec_folder
 
@@ -39,20 +39,28 @@ JUDGED = Judged(
     1,
     first_try_parsed=True,
 )
-TEACHER = Teacher((None, -0.5, None, -1.0), True, None, 0, 9)
+TEACHER = TeacherScores((None, -0.5, None, -1.0), True, None, 0, 9)
+
+
+def advantages(rollout: Rollout) -> list[list[float]]:
+    """Of the token-level arm of the experiment, for a group of this rollout alone."""
+    spec = load(spec_folder() / "sdpo.json")
+    assert isinstance(spec, Experiment)
+    [arm] = [arm for arm in spec.arms if arm.kind == "sdpo_token"]
+    return batch_advantages(spec, arm, [Group(0, (rollout,))])
 
 
 def test_by_default_the_teacher_is_compared_with_what_was_sampled():
     rollout = Rollout(TRAJECTORY, JUDGED, TEACHER)
     assert gaps(rollout) == [0.5, 1.0]
-    assert group_advantages("sdpo_token", [rollout.scores()]) == [[0.0, 0.5, 0.0, 1.0]]
+    assert advantages(rollout) == [[0.0, 0.5, 0.0, 1.0]]
 
 
 def test_recomputed_student_logprobs_replace_the_sampled_ones_in_the_advantage_alone():
     teacher = dataclasses.replace(TEACHER, student=(None, -0.75, None, -1.25))
     rollout = Rollout(TRAJECTORY, JUDGED, teacher)
     assert gaps(rollout) == [0.25, 0.25]
-    assert group_advantages("sdpo_token", [rollout.scores()]) == [[0.0, 0.25, 0.0, 0.25]]
+    assert advantages(rollout) == [[0.0, 0.25, 0.0, 0.25]]
     assert rollout.trajectory.sampler_logprobs == TRAJECTORY.sampler_logprobs  # the loss keeps the sampled ones
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paritygate.errors import BackendError, Refused
-from paritygate.experiment.journal import read_lines
+from paritygate.experiment.run.journal import read_lines
 from paritygate.receipts import PhaseChain
 from tests.counts import soak
 from tests.experiment.scaled_spec import brief

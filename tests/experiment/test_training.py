@@ -9,7 +9,7 @@ import pytest
 
 from paritygate.agent.seeds import derive
 from paritygate.errors import GateStopped
-from paritygate.experiment.journal import read_lines
+from paritygate.experiment.run.journal import read_lines
 from paritygate.receipts import PhaseChain
 from tests.experiment.scaled_spec import brief
 from tests.scripted_service import Script, ScriptedService

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from paritygate.experiment.replay import verdict
+from paritygate.experiment.run.replay import verdict
 from paritygate.receipts import PhaseChain, canonical, read_parity_receipt, write_atomic, write_run_receipt
 from paritygate.spec import load
 from tests.guard.small_tree import ROOT, Tree

@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
 
 from paritygate.errors import Refused
-from paritygate.experiment.replay import verdict
+from paritygate.experiment.run.replay import verdict
 from paritygate.receipts import PhaseChain, canonical, require_parity, verify_run, write_atomic
 from tests.counts import soak
 from tests.guard.run_directory import LOSSES, build_run, new_chain, recount

@@ -10,7 +10,7 @@ MUTANTS = (
         "retokenised",
         "retokenised text instead of the sampled tokens (verl #3960, TRL #5144)",
         TOKENS,
-        "agent/rollout.py",
+        "agent/episode.py",
         "record.sampled(sample.tokens[:end], sample.logprobs[:end])",
         "codec = renderer._tokenizer\n"
         "    again = codec.encode(codec.decode(list(sample.tokens[:end])))\n"
@@ -20,7 +20,7 @@ MUTANTS = (
         "observations-trained-on",
         "tool observations trained on",
         TOKENS,
-        "agent/rollout.py",
+        "agent/episode.py",
         "self.mask.extend([0] * len(tokens))",
         "self.mask.extend([int(bool(self.spans))] * len(tokens))",
     ),
@@ -28,7 +28,7 @@ MUTANTS = (
         "first-call-only",
         "only the first of several tool calls used",
         "tests/agent/test_rollout.py::test_several_calls_of_one_turn_run_in_order_and_text_before_them_is_kept",
-        "agent/rollout.py",
+        "agent/episode.py",
         "enumerate(turn.calls)",
         "enumerate(turn.calls[:1])",
     ),
@@ -84,8 +84,8 @@ MUTANTS = (
         "groups-of-different-problems",
         "a group of rollouts that are different problems (cookbook #771)",
         "tests/agent/test_step.py::test_the_order_of_completion_never_shows",
-        "agent/step.py",
-        "trajectory = await play(task, rollout)",
-        "trajectory = await play(tasks[rollout % len(tasks)], rollout)",
+        "agent/rollouts.py",
+        "trajectory = await play(task, index)",
+        "trajectory = await play(tasks[index % len(tasks)], index)",
     ),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from paritygate import retail
 from paritygate.retail import facts
-from paritygate.retail.tools import WRITES
+from paritygate.retail.tools import WRITE_TOOLS
 
 EVALUATED = range(60)
 
@@ -51,7 +51,7 @@ def test_splits_share_users_and_orders(source: retail.Source) -> None:
 
 def test_train_tasks_hold_writes_only_and_name_their_orders(source: retail.Source) -> None:
     for task in source.tasks("train"):
-        assert {action.name for action in task.actions} <= WRITES
+        assert {action.name for action in task.actions} <= set(WRITE_TOOLS)
         assert not task.outputs
         assert all(action.arguments["order_id"] in task.instruction for action in task.actions)
 

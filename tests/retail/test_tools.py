@@ -11,7 +11,7 @@ import pytest
 
 from paritygate import retail
 from paritygate.retail.database import Database
-from paritygate.retail.tools import TOOLS, WRITES
+from paritygate.retail.tools import TOOLS, WRITE_TOOLS
 from tests.counts import soak
 from tests.retail.calls import random_call, some_orders
 
@@ -39,7 +39,7 @@ def test_schemas_and_tools_are_the_same_sixteen(source: retail.Source) -> None:
     assert len(TOOLS) == 16
     for name, schema in schemas.items():
         assert set(schema["properties"]) == set(TOOLS[name].parameters) == set(schema["required"])
-    assert TOOLS.keys() > WRITES
+    assert TOOLS.keys() > set(WRITE_TOOLS)
 
 
 def test_return_checks_payment_before_items(db: Database) -> None:
@@ -217,7 +217,7 @@ def test_no_call_raises_and_only_writes_leave_traces(source: retail.Source) -> N
             before = db.changes()
             answer = retail.call(db, name, copy.deepcopy(arguments))
             assert isinstance(answer, str)
-            if name not in WRITES or answer.startswith("Error: "):
+            if name not in WRITE_TOOLS or answer.startswith("Error: "):
                 assert db.changes() == before, (name, arguments, answer)
             elif name != "modify_user_address":
                 assert answer == json.dumps(db.record("orders", arguments["order_id"]))

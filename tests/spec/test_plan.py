@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paritygate.experiment import forecast
-from paritygate.experiment.plan import plan
+from paritygate.experiment.check import plan
+from paritygate.experiment.plan import forecast
 from paritygate.spec import Experiment, load
 from paritygate.spec.schema import spec_folder
 
@@ -71,7 +71,7 @@ def test_a_policy_whose_tokenizer_the_service_has_is_counted_later(tmp_path: Pat
 
 
 def test_the_plan_names_every_phase_that_applies(tmp_path: Path):
-    from paritygate.experiment.phases import PHASES
+    from paritygate.experiment.protocol import PHASES
 
     text = plan(experiment(tmp_path), tau_bench=tmp_path / "none").text()
     for phase in PHASES:

@@ -7,17 +7,6 @@ from typing import Any
 
 Message = dict[str, Any]  # role and content; tool_calls of an assistant; tool_call_id and name of a tool
 
-# The tools of the retail environment that change its database.
-WRITE_TOOLS = (
-    "cancel_pending_order",
-    "exchange_delivered_order_items",
-    "modify_pending_order_address",
-    "modify_pending_order_items",
-    "modify_pending_order_payment",
-    "modify_user_address",
-    "return_delivered_order_items",
-)
-
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL | re.IGNORECASE)
 _THINKING_END = re.compile(r"\A.*</think>", re.DOTALL | re.IGNORECASE)
 

@@ -5,14 +5,15 @@ from typing import Any
 
 from renderers.base import Renderer
 
-from paritygate.agent.conversation import WRITE_TOOLS, Message, assistant, tool
+from paritygate.agent.conversation import Message, assistant, tool
 from paritygate.agent.conversation import user as user_says
+from paritygate.agent.episode import Environment, agent_messages, first_prompt
 from paritygate.agent.prompt import Context
-from paritygate.agent.rollout import Environment, agent_messages, first_prompt
 from paritygate.agent.trajectory import Ending, Trajectory
 from paritygate.agent.user import STOP, opening
 from paritygate.retail import RetailEpisode
 from paritygate.retail.source import Source
+from paritygate.retail.tools import WRITE_TOOLS
 
 _DONE = {
     "cancel_pending_order": "Order {order_id} has been cancelled.",

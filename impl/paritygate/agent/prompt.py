@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from paritygate.agent.conversation import WRITE_TOOLS
+from paritygate.retail.tools import WRITE_TOOLS
 
 COMPACT_RULE = (
     "Compact context: of the policy, what the agent does and the rules on identity and invention, in short; of the "

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from renderers.base import Renderer
 
 from paritygate.agent.conversation import transcript
-from paritygate.agent.judge.judgement import DIMENSIONS
+from paritygate.agent.episode import first_prompt
 from paritygate.agent.prompt import Context
-from paritygate.agent.rollout import first_prompt
 from paritygate.agent.trajectory import Trajectory
 from paritygate.backend import Sampler
+from paritygate.spec.rubric import DIMENSIONS
 
 # The wording of the reprompt is that of arXiv 2601.20802, Table 2.
 SOLUTION = "Correct solution:"

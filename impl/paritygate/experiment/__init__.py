@@ -1,5 +1,6 @@
 """The protocol as phases, each a function that reads the run's state and leaves a receipt."""
 
-from paritygate.experiment.phases import PHASES, RunResult, run
+from paritygate.experiment.protocol import PHASES
+from paritygate.experiment.runner import RunResult, run
 
 __all__ = ["PHASES", "RunResult", "run"]

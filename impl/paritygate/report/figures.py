@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paritygate.report.files import Record, RunFiles
+from paritygate.spec.rubric import DIMENSIONS
 
 COLOURS = ("#0b6e99", "#c2560c", "#4a7c2c", "#7b4397", "#8a6d00", "#a02050")
 GATE_COLOUR = "#b00020"
@@ -33,11 +34,7 @@ TRAINING = (
     Panel("turns", "agent turns an episode"),
     Panel("sampler_recomputed_max_abs_diff", "max |recomputed - sampled| logprob"),
 )
-DIMENSIONS = (
-    Panel("invalid_tool_use", "invalid tool use (1 is best)", unit_interval=True),
-    Panel("ungrounded_claims", "ungrounded claims (1 is best)", unit_interval=True),
-    Panel("upfront_clarification", "upfront clarification", unit_interval=True),
-)
+RUBRIC = tuple(Panel(name, f"{name.replace('_', ' ')} (1 is best)", unit_interval=True) for name in DIMENSIONS)
 
 
 def learning_curves(run: RunFiles, panels: Sequence[Panel], name: str) -> str | None:

@@ -33,7 +33,7 @@ def render(run: RunFiles) -> str:
     environment.filters |= {"number": number, "pretty": pretty, "duration": duration}
     svg = {
         "curves": figures.learning_curves(run, figures.TRAINING, "curves"),
-        "dimensions": figures.learning_curves(run, figures.DIMENSIONS, "dimensions"),
+        "dimensions": figures.learning_curves(run, figures.RUBRIC, "dimensions"),
         "intervals": figures.intervals(run.verdict) if run.verdict is not None else None,
     }
     # Our own figures: matplotlib escapes the labels that it is given.

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from typing import Any
 
+from paritygate.retail.layout import TABLES
+
 Record = dict[str, Any]
-TABLES = ("orders", "products", "users")
 
 
 def to_hashable(item: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from paritygate.retail.source import Source
-from paritygate.retail.tools import WRITES
+from paritygate.retail.tools import WRITE_TOOLS
 
 
 def do_nothing(source: Source, split: str) -> list[int]:
@@ -23,7 +23,9 @@ def failing_gold(source: Source, split: str, *, writes_only: bool = False) -> li
     return [
         index
         for index, task in enumerate(source.tasks(split))
-        if any(not writes_only or task.actions[place].name in WRITES for place in source.goal(split, index).failing)
+        if any(
+            not writes_only or task.actions[place].name in WRITE_TOOLS for place in source.goal(split, index).failing
+        )
     ]
 
 
@@ -37,7 +39,7 @@ def same_gold(source: Source, split: str, indices: Sequence[int] | None = None) 
 def writes_only(source: Source, split: str) -> bool:
     """Whether the gold of every task of a split changes something with each action and expects no output."""
     tasks = source.tasks(split)
-    return all(not task.outputs and all(action.name in WRITES for action in task.actions) for task in tasks)
+    return all(not task.outputs and all(action.name in WRITE_TOOLS for action in task.actions) for task in tasks)
 
 
 def users(source: Source, split: str, indices: Iterable[int] | None = None) -> Counter[str]:
@@ -52,7 +54,7 @@ def orders_written(source: Source, split: str) -> set[str]:
         action.arguments["order_id"]
         for task in source.tasks(split)
         for action in task.actions
-        if action.name in WRITES and "order_id" in action.arguments
+        if action.name in WRITE_TOOLS and "order_id" in action.arguments
     }
 
 

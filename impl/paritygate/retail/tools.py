@@ -13,16 +13,15 @@ from paritygate.retail.binding import bind
 from paritygate.retail.database import Database
 
 TERMINATING = frozenset({"transfer_to_human_agents"})
-WRITES = frozenset(
-    {
-        "cancel_pending_order",
-        "exchange_delivered_order_items",
-        "modify_pending_order_address",
-        "modify_pending_order_items",
-        "modify_pending_order_payment",
-        "modify_user_address",
-        "return_delivered_order_items",
-    }
+# The tools that change the database.
+WRITE_TOOLS = (
+    "cancel_pending_order",
+    "exchange_delivered_order_items",
+    "modify_pending_order_address",
+    "modify_pending_order_items",
+    "modify_pending_order_payment",
+    "modify_user_address",
+    "return_delivered_order_items",
 )
 MAX_ARGUMENT_DEPTH = 100
 _ITEMS = ("order_id", "item_ids", "new_item_ids", "payment_method_id")

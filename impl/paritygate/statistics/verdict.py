@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from paritygate.errors import BadInputError
 from paritygate.spec import Criterion, DecisionRule
+from paritygate.spec.rubric import DIMENSIONS
 from paritygate.statistics.betting import betting_interval
 from paritygate.statistics.hoeffding import paired_hoeffding
 
@@ -15,7 +16,6 @@ Outcome = Literal["validated", "failed", "inconclusive", "incomplete"]
 
 # Which key of an item holds which metric of a decision rule.
 ITEM_KEYS = {"composite_rubric_score": "composite", "tau_bench_task_reward": "reward"}
-DIMENSIONS = ("invalid_tool_use", "ungrounded_claims", "upfront_clarification")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from paritygate.agent.judge.judgement import DIMENSIONS, Judgement
+from paritygate.agent.judge.judgement import Judgement
+from paritygate.spec.rubric import DIMENSIONS
 
 
 def agreement(

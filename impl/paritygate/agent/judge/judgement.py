@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paritygate.agent.trajectory import Trajectory
+from paritygate.spec.rubric import DIMENSIONS
 
-DIMENSIONS = ("invalid_tool_use", "ungrounded_claims", "upfront_clarification")
 # Far above any honest answer; reading a longer one would only cost time.
 MAX_CHARACTERS = 100_000
 

@@ -4,9 +4,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from paritygate.agent.conversation import WRITE_TOOLS, Message, calls_of
-from paritygate.agent.judge.judgement import DIMENSIONS, Judged, Judgement
+from paritygate.agent.conversation import Message, calls_of
+from paritygate.agent.judge.judgement import Judged, Judgement
 from paritygate.agent.trajectory import Trajectory
+from paritygate.retail.tools import WRITE_TOOLS
+from paritygate.spec.rubric import DIMENSIONS
 
 # What the retail data calls its records; prices have two decimals at most.
 _CLAIMS = {

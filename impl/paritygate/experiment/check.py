@@ -1,0 +1,139 @@
+"""`--check`: the whole plan of an experiment from its spec and the benchmark's data; no service, no GPU, no refusal."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paritygate.errors import BadInputError, ParityGateError
+from paritygate.experiment.plan import benchmark, forecast
+from paritygate.experiment.plan.design import context_lines, design_checks, design_lines, room_lines
+from paritygate.experiment.protocol import PHASES
+from paritygate.receipts import require_parity
+from paritygate.spec import Experiment
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of the plan: a title and sentences."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run would do, for a person (`text`) and for a machine (`to_json`)."""
+
+    sections: tuple[Section, ...]
+    facts: dict[str, Any]
+
+    def text(self) -> str:
+        """The plan in plain words."""
+        return "\n\n".join("\n  ".join([section.title, *section.lines]) for section in self.sections)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON data."""
+        return {"plan": [dataclasses.asdict(section) for section in self.sections], **self.facts}
+
+
+def plan(
+    exp: Experiment, *, root: Path | None = None, device: str = "cpu", tau_bench: str | Path | None = None
+) -> Plan:
+    """Everything that can be said of a run without a service; what is missing is said, not refused.
+
+    root: the checkout whose parity receipts are looked at (None: they are not).
+    """
+    from paritygate.retail import load
+
+    source, absent = None, ""
+    try:
+        source = load(tau_bench)
+    except BadInputError as error:
+        absent = str(error)
+    checks = design_checks(exp)
+    data = benchmark.facts_of(exp, source) if source is not None else {}
+    abridged = context_lines(exp, source) if source is not None else ()
+    space = forecast.room(exp, source)
+    sections = (
+        Section(exp.title, _overview(exp, device)),
+        Section("Phases and gates", _phases(exp)),
+        Section("Design check", design_lines(exp, checks)),
+        Section(
+            "The benchmark", benchmark.lines_of(exp, data) if source is not None else (f"not looked at: {absent}",)
+        ),
+        Section("Room for an episode", (*abridged, *room_lines(exp, space))),
+        Section("Asked of the service", _asked(exp)),
+        Section("Before it may start", _conditions(exp, root, device)),
+    )
+    facts = {
+        "spec": str(exp.path),
+        "unresolved": list(exp.unresolved),
+        "design_check": {name: check.to_json() for name, check in checks.items()},
+        "benchmark": data,
+        "room": dataclasses.asdict(space),
+        "episodes": forecast.episodes(exp),
+        "asked": [dataclasses.asdict(row) for row in forecast.asked(exp)],
+        "frozen_spec": dict(exp.frozen),
+    }
+    return Plan(sections, facts)
+
+
+def _overview(exp: Experiment, device: str) -> tuple[str, ...]:
+    protocol = exp.protocol
+    user = protocol.user.model if protocol.user.kind == "model" else "scripted"
+    judge = protocol.judge.model if protocol.judge.kind == "model" else "rule-based"
+    arms = ", ".join(f"{arm.name} ({arm.kind})" for arm in exp.arms)
+    return (
+        f"spec: {exp.path}",
+        f"policy: {exp.base_model}, LoRA rank {exp.lora_rank}, Adam lr {exp.optimizer.lr:g}",
+        f"user: {user}; judge: {judge}",
+        f"arms: {arms}; decided: {exp.comparison.treatment} against {exp.comparison.baseline}",
+        f"{exp.steps} steps an arm x {protocol.rollout.tasks_per_step} tasks x {protocol.rollout.rollouts_per_task} "
+        f"rollouts; evaluation: {exp.eval.n_examples} {protocol.evaluation.split} tasks, greedy",
+        f"service: {_service(exp)}",
+        f"losses run on {device}; budget: {exp.budget.gpu_hours:g} GPU hours, {exp.budget.max_wall_minutes:g} minutes",
+    )
+
+
+def _service(exp: Experiment) -> str:
+    address, embedded = os.environ.get("TINKER_BASE_URL"), exp.protocol.service.embedded_model
+    if address:
+        return f"{address} (TINKER_BASE_URL; not asked for this plan)"
+    return f"the embedded server with {embedded}" if embedded else "set TINKER_BASE_URL; no embedded model stands in"
+
+
+def _phases(exp: Experiment) -> tuple[str, ...]:
+    phases = [phase for phase in PHASES if phase.applies(exp)]
+    lines = [f"{position:2}. {phase.name}: {phase.sentence}" for position, phase in enumerate(phases, start=1)]
+    for check in exp.activation_gate.checks:
+        bounds = [f">= {check.min:g}"] if check.min is not None else []
+        bounds += [f"<= {check.max:g}"] if check.max is not None else []
+        wanted = " and ".join(bounds) if check.one_of is None else "one of " + ", ".join(check.one_of)
+        lines.append(f"    gate: {check.metric} {wanted}")
+    return tuple(lines)
+
+
+def _asked(exp: Experiment) -> tuple[str, ...]:
+    return tuple(
+        f"{'at most ' if row.at_most else ''}{row.times:,} x {row.what} ({row.model})" for row in forecast.asked(exp)
+    )
+
+
+def _conditions(exp: Experiment, root: Path | None, device: str) -> tuple[str, ...]:
+    needed = f"a green parity receipt for exactly this tree, for the losses {', '.join(exp.losses)} on {device}"
+    lines = [needed if root is None else f"{needed}: {_parity(exp, root, device)}"]
+    if os.environ.get("TINKER_BASE_URL") or exp.protocol.service.embedded_model is None:
+        lines.append("a full run: parity is shown again in a clean worktree (or --trust-receipt with a signed receipt)")
+    if exp.unresolved:
+        places = ", ".join(exp.unresolved)
+        lines.insert(0, f"UNRESOLVED: the spec is unresolved, no revision is pinned at {places}; a run is refused")
+    return tuple(lines)
+
+
+def _parity(exp: Experiment, root: Path, device: str) -> str:
+    try:
+        return f"there is one, {require_parity(root, exp.losses, device).path.name}"
+    except ParityGateError as refusal:
+        return f"not now ({refusal})"

@@ -1,0 +1,149 @@
+"""Both advantage paths against recorded numbers, the live cookbook, and float64 terms through a real model."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paritygate.backend import Datum, policy_gradient_datum
+from paritygate.experiment.correctness.comparison import Comparison, compare_values, recorded
+from paritygate.experiment.correctness.model_gradients import TokenSequence, through_server, through_torch
+from paritygate.experiment.step.advantages import group_advantages
+from paritygate.losses import policy_gradient
+from paritygate.spec.experiment import CorrectnessPath
+
+FAR = 1e3  # nats: a clip that nothing here reaches
+
+
+def grpo_path(path: CorrectnessPath) -> list[Comparison]:
+    """Our advantages, datums, loss and gradient against the cookbook's: recorded always, live when installed."""
+    numbers = recorded("cookbook")
+    comparisons: list[Comparison] = []
+    for index, case in enumerate(numbers["compute_advantages"]):
+        if max(case["rewards"]) > 1:
+            continue  # composites lie in [0, 1]; at 1e8 the cookbook's float32 loses what our float64 keeps
+        where, ours = f"compute_advantages case {index}", grpo_rows(case["rewards"])
+        comparisons.append(compare_values(path, "baseline_gradient", where, ours, case["advantages"]))
+    comparisons += _datum_comparisons(path, numbers["assemble_training_data"])
+    comparisons += _loss_comparisons(path, numbers["importance_sampling"])
+    if cookbook_installed():
+        from paritygate.experiment.correctness.cookbook import live_advantages
+
+        for rewards in ([1.0, 0.0, 0.25], [2 / 3, 1.0, 1 / 3, 1 / 3], [0.5, 0.5]):
+            live = live_advantages(rewards)
+            comparisons.append(compare_values(path, "baseline_gradient", f"live {rewards}", grpo_rows(rewards), live))
+    return comparisons
+
+
+def one_token_advantages(rewards: Sequence[float], kind: str, hybrid_weight: float) -> list[float]:
+    """The advantage of each rollout's one assistant token, by the path that training takes."""
+    count = len(rewards)
+    student, teacher = [[None, -1.0]] * count, [[None, -2.0]] * count
+    rows = group_advantages(kind, rewards, [[0, 1]] * count, student, teacher, clip=1.0, hybrid_weight=hybrid_weight)
+    return [row[1] for row in rows]
+
+
+def grpo_rows(rewards: Sequence[float]) -> list[float]:
+    """GRPO's advantages of a group with these rewards; neither clip nor hybrid weight enters them."""
+    return one_token_advantages(rewards, "grpo", hybrid_weight=0.0)
+
+
+def sdpo_path(path: CorrectnessPath) -> list[Comparison]:
+    """Our token advantages against the float64 reference's numbers and, with SDPO disabled, against stock GRPO's."""
+    comparisons: list[Comparison] = []
+    for index, case in enumerate(recorded("sdpo_token")["token_advantage"]):
+        student, teacher = case["student_logprobs"], case["teacher_logprobs"]
+        [row] = group_advantages(
+            "sdpo_token", [0.5], [case["mask"]], [student], [teacher], clip=case["clip"], hybrid_weight=0.0
+        )
+        where = f"token_advantage case {index}"
+        comparisons.append(compare_values(path, "reference_gradient", where, row, case["advantages"]))
+    for index, case in enumerate(recorded("cookbook")["compute_advantages"]):
+        if max(case["rewards"]) <= 1:
+            rows = one_token_advantages(case["rewards"], "hybrid", hybrid_weight=1.0)
+            where = f"SDPO disabled, compute_advantages case {index}"
+            comparisons.append(compare_values(path, "baseline_gradient", where, rows, case["advantages"]))
+    return comparisons
+
+
+async def model_comparisons(path: CorrectnessPath) -> list[Comparison]:
+    """Loss and gradient of every LoRA B through the embedded server against float64 terms through the same model."""
+    sequences = model_batch(path.id)
+    served, lora_a = await through_server([sequence.datum() for sequence in sequences])
+    expected = through_torch(sequences, lora_a)
+    which = "baseline" if path.id.startswith("grpo") else "reference"
+    return [
+        compare_values(path, f"{which}_loss", "loss through the embedded model", [served.loss], [expected.loss]),
+        compare_values(
+            path, f"{which}_gradient", "gradient through the embedded model", served.gradient, expected.gradient
+        ),
+    ]
+
+
+def model_batch(path_id: str) -> list[TokenSequence]:
+    """Four fixed token sequences of one group with sampler logprobs off the policy, and the path's advantages."""
+    generator = torch.Generator().manual_seed(20)
+    tokens: list[list[int]] = []
+    masks: list[list[int]] = []
+    students: list[list[float]] = []
+    teachers: list[list[float]] = []
+    for length in (12, 17, 9, 24):
+        tokens.append(torch.randint(3, 250, (length,), generator=generator).tolist())
+        masks.append([0, 0, 0] + [int(t % 5 != 4) for t in range(3, length)])
+        students.append((-5.5 + 0.4 * torch.randn(length, generator=generator)).tolist())
+        shifts = torch.randn(length, generator=generator).tolist()
+        teachers.append([value + shift for value, shift in zip(students[-1], shifts, strict=True)])
+    kind = "grpo" if path_id.startswith("grpo") else "sdpo_token"
+    composites = [1.0, 2 / 3, 1 / 3, 2 / 3]
+    rows = group_advantages(kind, composites, masks, students, teachers, clip=FAR, hybrid_weight=0.0)
+    return [TokenSequence(*parts) for parts in zip(tokens, masks, students, rows, strict=True)]
+
+
+def _datum_comparisons(path: CorrectnessPath, case: dict[str, Any]) -> list[Comparison]:
+    """The wire's lists for trajectories that extend their prefix (ours always do), without a mask as upstream's."""
+    comparisons: list[Comparison] = []
+    for index, trajectory in enumerate(case["trajectories"][:2]):
+        tokens, mask, logprobs = _flattened(trajectory)
+        advantages = [case["advantages"][index] * bit for bit in mask]
+        datum = policy_gradient_datum(tokens, mask, logprobs, advantages)
+        for name in ("target_tokens", "logprobs", "advantages"):
+            where = f"assemble_training_data {name} of trajectory {index}"
+            ours, theirs = _numbers(datum, name), case["datums"][index][name]
+            comparisons.append(compare_values(path, "baseline_gradient", where, ours, theirs))
+    return comparisons
+
+
+def _loss_comparisons(path: CorrectnessPath, cases: list[dict[str, Any]]) -> list[Comparison]:
+    comparisons: list[Comparison] = []
+    for index, case in enumerate(cases):
+        rows = (case["target_logprobs"], case["sampling_logprobs"], case["advantages"])
+        logprobs, sampler, advantages = (torch.tensor(row, dtype=torch.float64) for row in rows)
+        loss = policy_gradient.importance_sampling_loss(logprobs, sampler, advantages)
+        gradient = policy_gradient.importance_sampling_grad(logprobs, sampler, advantages)
+        where = f"importance_sampling case {index}"
+        comparisons.append(compare_values(path, "baseline_loss", where, [float(loss)], [case["loss_sum"]]))
+        comparisons.append(compare_values(path, "baseline_gradient", where, gradient.tolist(), case["grad_logprobs"]))
+    return comparisons
+
+
+def _flattened(trajectory: list[dict[str, Any]]) -> tuple[list[int], list[int], list[float | None]]:
+    """One growing token list of a cookbook trajectory: each observation repeats all before it."""
+    tokens: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float | None] = []
+    for transition in trajectory:
+        new = transition["ob"][len(tokens) :]
+        tokens += [*new, *transition["ac"]]
+        mask += [0] * len(new) + [1] * len(transition["ac"])
+        logprobs += [None] * len(new) + transition["logprobs"]
+    return tokens, mask, logprobs
+
+
+def _numbers(datum: Datum, name: str) -> list[float]:
+    return [float(value) for value in datum.inputs[name] if not isinstance(value, list)]
+
+
+def cookbook_installed() -> bool:
+    """Whether tinker-cookbook can be imported here; it is never required."""
+    return importlib.util.find_spec("tinker_cookbook") is not None

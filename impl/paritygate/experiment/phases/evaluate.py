@@ -1,0 +1,158 @@
+"""Evaluation: the same held-out tasks for every arm, greedy, the same judge; what is missing is never imputed."""
+
+import asyncio
+import statistics
+from typing import Any
+
+from paritygate.agent.judge import Judgement, RuleJudge, agreement
+from paritygate.agent.rollouts import Rollout
+from paritygate.backend import Sampler
+from paritygate.experiment.run.journal import Record, finite
+from paritygate.experiment.run.outcome import Decided, PhaseStopped
+from paritygate.experiment.run.state import State
+from paritygate.experiment.run.trajectories import write_trajectories
+from paritygate.experiment.step.collector import EVALUATED_AT_ONCE, Collector
+from paritygate.receipts import canonical, write_atomic
+from paritygate.spec.experiment import Arm
+from paritygate.spec.rubric import DIMENSIONS
+
+PHASE = "evaluate"
+TRIES = 3  # an episode spoilt by the simulator or left without a judgement is tried again with other seeds
+
+
+async def evaluate(state: State) -> Decided:
+    """One item an arm, task and rollout, each committed by itself; PhaseStopped when one stays without a judgement."""
+    collector = await Collector.of(state, state.settings())
+    items = await all_items(state, collector)
+    write_atomic(state.directory / "items.jsonl", b"".join(canonical(finite(item)) + b"\n" for item in items))
+    missing = [item for item in items if item["composite"] is None]
+    files = ["items.jsonl", *state.journal.files(PHASE)]
+    facts: Record = {"items": len(items), "arms": _means(state, items), "agreement": agreement_with_rules(items)}
+    if missing:
+        named = ", ".join(f"task {item['task_index']} of {item['arm']} ({item['missing']})" for item in missing)
+        what = f"the evaluation is incomplete: no judgement after {TRIES} tries with other seeds for {named}"
+        facts["missing"] = [{key: item[key] for key in ("arm", "task_index", "rollout", "missing")} for item in missing]
+        raise PhaseStopped(Decided(what, "a missing item is never imputed, so there is no verdict", facts, files))
+    scores = ", ".join(
+        f"{arm} {means['composite']:.3f} (reward {means['reward']:.3f})" for arm, means in facts["arms"].items()
+    )
+    return Decided(
+        f"{len(items)} items judged; mean composite: {scores}",
+        "every item has a parsed judgement and no simulator's fault",
+        facts,
+        files,
+    )
+
+
+async def all_items(state: State, collector: Collector) -> list[Record]:
+    """The items of all arms, evaluated side by side, in the arms' order; the first failure once all have ended."""
+    arms = (evaluate_arm(state, arm, collector) for arm in state.exp.arms)
+    items: list[Record] = []
+    for evaluated in await asyncio.gather(*arms, return_exceptions=True):
+        if isinstance(evaluated, BaseException):
+            raise evaluated
+        items += evaluated
+    return items
+
+
+async def evaluate_arm(state: State, arm: Arm, collector: Collector) -> list[Record]:
+    """The arm's items in the order of (task, rollout); those that are committed already are read, not run again."""
+    backend = await state.backend(state.exp.arms.index(arm))
+    sampler = await backend.sampling(model_path=state.facts("train")["samplers"][arm.name])
+    slots = asyncio.Semaphore(EVALUATED_AT_ONCE)
+    jobs = [
+        (task, rollout) for task in collector.evaluation_tasks() for rollout in range(state.exp.eval.rollouts_per_task)
+    ]
+    done = 0
+
+    async def one(task: int, rollout: int) -> Record:
+        nonlocal done
+        async with slots:
+            item = await evaluate_item(state, arm, sampler, collector, task, rollout)
+        done += 1
+        state.progress.update(f"{arm.name}, {done} of {len(jobs)} episodes")
+        return item
+
+    with state.timings.measure(PHASE, what="episodes", arm=arm.name):
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(task, rollout)) for task, rollout in jobs]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # the rest were cancelled; one sentence, one exit code
+    return [task.result() for task in tasks]
+
+
+async def evaluate_item(
+    state: State, arm: Arm, sampler: Sampler, collector: Collector, task: int, rollout: int
+) -> Record:
+    """One item, committed whole: the first try that is judged and without a simulator's fault, else the last one."""
+    unit = f"{PHASE}-{arm.name}/task-{task:04d}-{rollout}"
+    committed = state.journal.committed(unit)
+    if committed is not None:
+        return committed["item"]
+    tries = 0
+    while True:
+        episode = await collector.evaluation_episode(sampler, task, rollout, tries)
+        tries += 1
+        if episode.composite is not None or tries == TRIES:
+            break
+    path = write_trajectories(state.directory, f"{PHASE}-{arm.name}-{task:04d}-{rollout}", [episode])
+    item = item_of(arm, task, rollout, episode, tries) | {"rules": await by_rules(state, collector, episode)}
+    return state.journal.commit(unit, {"item": item, "trajectories": path})["item"]
+
+
+async def by_rules(state: State, collector: Collector, episode: Rollout) -> Record | None:
+    """What the rules say of an episode that a model judged; None where the rules are the judge."""
+    if state.exp.protocol.judge.kind == "rule" or not episode.trajectory.trains:
+        return None
+    task = collector.source.task(episode.trajectory.split, episode.trajectory.task_index)
+    judged = await RuleJudge().judge(episode.trajectory, task)
+    return None if judged.judgement is None else {name: getattr(judged.judgement, name) for name in DIMENSIONS}
+
+
+def agreement_with_rules(items: list[Record]) -> Record | None:
+    """How far the model judge agrees with the rules over all items that both judged; None where the rules judge."""
+    rows = [(item["dimensions"], item["rules"]) for item in items if item["rules"] is not None]
+    if not rows:
+        return None
+    by_model, by_rules_alone = (
+        [None if row is None else Judgement(**row, rationale={}) for row in side] for side in zip(*rows, strict=True)
+    )
+    return agreement(by_model, by_rules_alone)
+
+
+def item_of(arm: Arm, task: int, rollout: int, episode: Rollout, tries: int) -> Record:
+    """One line of items.jsonl; `composite` None (and `missing` saying why) where there is nothing to decide with."""
+    judgement, trajectory = episode.judged.judgement, episode.trajectory
+    scored = episode.composite is not None and judgement is not None
+    missing = None if scored else ("the simulator failed" if not trajectory.trains else "the judge was not parsed")
+    return {
+        "arm": arm.name,
+        "task_index": task,
+        "rollout": rollout,
+        "composite": episode.composite,
+        "dimensions": {name: getattr(judgement, name) for name in DIMENSIONS} if scored else None,
+        "reward": trajectory.reward,
+        "ended_by": trajectory.ended_by,
+        "turns": trajectory.turns,
+        "assistant_tokens": sum(trajectory.mask),
+        "grade": dict(trajectory.grade),
+        "tries": tries,
+        "judge_tries": episode.judged.tries,
+        "judge_first_try_parsed": episode.judged.first_try_parsed,
+        "missing": missing,
+    }
+
+
+def _means(state: State, items: list[Record]) -> dict[str, Any]:
+    means: dict[str, Any] = {}
+    for arm in state.exp.arms:
+        of_arm = [item for item in items if item["arm"] == arm.name]
+        scored = [item["composite"] for item in of_arm if item["composite"] is not None]
+        means[arm.name] = {
+            "composite": statistics.fmean(scored) if scored else None,
+            "reward": statistics.fmean(item["reward"] for item in of_arm),
+            "judge_parse_first_rate": statistics.fmean(item["judge_first_try_parsed"] for item in of_arm),
+            "judged": len(scored),
+        }
+    return means

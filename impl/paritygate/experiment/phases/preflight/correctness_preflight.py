@@ -1,0 +1,66 @@
+"""The correctness preflight: parity green for this tree, both advantage paths against recorded numbers and a model."""
+
+import asyncio
+import os
+
+from paritygate.errors import Refused
+from paritygate.experiment.correctness import paths
+from paritygate.experiment.correctness.comparison import Comparison
+from paritygate.experiment.run.journal import Record
+from paritygate.experiment.run.outcome import Decided
+from paritygate.experiment.run.state import State
+from paritygate.receipts import ParityReceipt, canonical, guard, write_atomic
+
+EXPECTED = {"grpo_via_new_advantage_path", "sdpo_token_advantage"}
+
+
+async def correctness_preflight(state: State) -> Decided:
+    """Raises Refused (exit 3) unless parity holds and every comparison is within the spec's tolerances."""
+    receipt = await show_parity(state)
+    write_atomic(state.directory / receipt.path.name, canonical(receipt.statement))
+    comparisons: list[Comparison] = []
+    for path in state.exp.correctness_preflight.paths:
+        if path.id not in EXPECTED:
+            raise Refused(f"correctness path {path.id!r} is not one that this version can check: {sorted(EXPECTED)}.")
+        state.progress.update(path.id)
+        check = paths.grpo_path if path.id == "grpo_via_new_advantage_path" else paths.sdpo_path
+        comparisons += check(path)
+        comparisons += await paths.model_comparisons(path)
+    failed = [comparison for comparison in comparisons if not comparison.passed]
+    if failed:
+        raise Refused(f"correctness preflight, {failed[0].sentence()}; the run does not start.")
+    facts: Record = {
+        "parity": receipt.sha256,
+        "obligations": _covered(receipt, state.exp.losses),
+        "comparisons": [comparison.to_json() for comparison in comparisons],
+        "cookbook": "live and recorded"
+        if paths.cookbook_installed()
+        else "recorded numbers (tinker-cookbook is not installed)",
+    }
+    return Decided(
+        f"parity holds for {', '.join(state.exp.losses)}; {len(comparisons)} comparisons on both paths pass",
+        f"{receipt.path.name} fits this tree; losses and gradients agree; cookbook: {facts['cookbook']}",
+        facts,
+        [receipt.path.name],
+    )
+
+
+async def show_parity(state: State) -> ParityReceipt:
+    """The guard: for a run against a service parity is shown again by a pytest subprocess, else its receipt is read."""
+    options = state.options
+    full_run = bool(os.environ.get("TINKER_BASE_URL"))
+    return await asyncio.to_thread(
+        guard,
+        options.root,
+        state.exp.losses,
+        options.device,
+        full_run=full_run,
+        trust_receipt=options.trust_receipt,
+        say=state.progress.line,
+    )
+
+
+def _covered(receipt: ParityReceipt, losses: tuple[str, ...]) -> Record:
+    """How often each obligation of the arms' losses was compared, from the receipt."""
+    obligations = receipt.part("obligations")
+    return {name: value for name, value in obligations.items() if name.partition("/")[0] in losses}

@@ -1,0 +1,156 @@
+"""Forced checks: does the teacher's context matter, is nothing there when nothing is said, do only actions train?"""
+
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+from paritygate.agent.rollouts import Rollout, flat
+from paritygate.agent.teacher import teacher_context, teacher_logprobs
+from paritygate.agent.trajectory import Trajectory
+from paritygate.backend import Datum, FwdBwd, Sampler, policy_gradient_datum
+from paritygate.experiment.run.journal import Record
+from paritygate.experiment.run.outcome import Decided, PhaseStopped
+from paritygate.experiment.run.state import State
+from paritygate.experiment.run.trajectories import write_trajectories
+from paritygate.experiment.step.advantages import group_advantages
+from paritygate.experiment.step.arm_run import fresh_trainer
+from paritygate.experiment.step.collector import Collector
+
+PHASE = "forced_checks"
+NEGLIGIBLE = 0.1  # nats; what the activation gate calls a token that the teacher moved
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """|teacher - sampler| over assistant tokens (nats): mean, maximum, share above NEGLIGIBLE."""
+
+    mean: float
+    largest: float
+    share: float
+
+    @classmethod
+    def of(cls, sizes: Sequence[float]) -> "Gap":
+        """The gap of a non-empty list of sizes."""
+        share = sum(size > NEGLIGIBLE for size in sizes) / len(sizes)
+        return cls(math.fsum(sizes) / len(sizes), max(sizes), share)
+
+
+async def forced_checks(state: State) -> Decided:
+    """PhaseStopped when the right sibling changes nothing, an empty context something, or others than actions train.
+
+    The sibling is the task's gold episode, so that the check does not depend on a rollout having succeeded.
+    """
+    collector = await Collector.of(state, state.settings())
+    trainer = await fresh_trainer(state, state.exp.arms[0])
+    sampler = await trainer.snapshot(f"{PHASE}")
+    task = collector.train_tasks()[0]
+    state.progress.update("sampling one group")
+    rollouts = flat(await collector.groups(PHASE, 0, [task], sampler, None))
+    rollouts = [rollout for rollout in rollouts if rollout.trajectory.trains]
+    if not rollouts:
+        raise PhaseStopped(
+            Decided("every episode of the forced checks was spoilt by the simulator", "none is left", {})
+        )
+    solution = collector.gold(collector.exp.protocol.train.split, task)
+    state.progress.update("scoring under the two contexts")
+    control = [await score(collector, sampler, rollout.trajectory, None) for rollout in rollouts]
+    taught = [await score(collector, sampler, rollout.trajectory, solution) for rollout in rollouts]
+    empty, with_sibling = Gap.of(sizes(rollouts, control)), Gap.of(sizes(rollouts, taught))
+    advantages = group_advantages(
+        "sdpo_token",
+        [0.0] * len(rollouts),
+        [rollout.trajectory.mask for rollout in rollouts],
+        [rollout.student_logprobs for rollout in rollouts],
+        taught,
+        clip=state.exp.protocol.advantage.clip,
+        hybrid_weight=0.0,
+    )
+    gradients = await trained_positions(trainer.forward_backward, rollouts, advantages)
+    facts: Record = {
+        "negative_control": dataclasses.asdict(empty),
+        "right_sibling": dataclasses.asdict(with_sibling),
+        "gradients": gradients,
+        "tokens": len(sizes(rollouts, control)),
+    }
+    files = [write_trajectories(state.directory, PHASE, rollouts, advantages)]
+    problems = find_problems(state, empty, with_sibling, gradients)
+    if problems:
+        why = "the advantage would not be what the spec says that it is"
+        raise PhaseStopped(Decided(f"the forced checks stopped the run: {'; '.join(problems)}", why, facts, files))
+    return Decided(
+        f"the right sibling moves a token by {with_sibling.mean:.3g} nats on average, "
+        f"an empty context by {empty.mean:.3g}",
+        f"noise floor {empty.largest:.3g} nats at most; gradients on {gradients['on_mask']} assistant tokens only",
+        facts,
+        files,
+    )
+
+
+def find_problems(state: State, empty: Gap, with_sibling: Gap, gradients: Record) -> list[str]:
+    """What is wrong, in sentences; a bound of the activation gate that noise alone would reach is wrong."""
+    least = {check.metric: check.min for check in state.exp.activation_gate.checks if check.min is not None}
+    problems: list[str] = []
+    mean_bound = least.get("sdpo_mean_abs_token_adv", 0.01)
+    share_bound = least.get("sdpo_frac_tokens_abs_adv_gt_0.1", 0.05)
+    if 0 < mean_bound <= empty.mean or 0 < share_bound <= empty.share or not math.isfinite(empty.mean):
+        problems.append(
+            f"with no sibling and no feedback the advantages are not 0 but {empty.mean:.3g} nats on average "
+            f"({empty.share:.1%} above {NEGLIGIBLE}): noise alone would pass the gate"
+        )
+    if not (with_sibling.mean > empty.mean and with_sibling.largest > empty.largest):
+        problems.append(
+            f"the right sibling changes no advantage: {with_sibling.mean:.3g} nats on average, {empty.mean:.3g} without"
+        )
+    if gradients["off_mask"] or not gradients["on_mask"]:
+        problems.append(
+            f"{gradients['off_mask']} positions that are no assistant tokens carry a gradient, "
+            f"{gradients['on_mask']} assistant tokens do"
+        )
+    return problems
+
+
+async def score(
+    collector: Collector, teacher: Sampler, trajectory: Trajectory, solution: Trajectory | None
+) -> list[float | None]:
+    """Teacher logprobs under a context with the solution, or with an empty block: then it is the student's own."""
+    context = teacher_context(
+        collector.renderer,
+        collector.context,
+        trajectory,
+        feedback=None,
+        sibling=solution,
+        limit=collector.teacher_limit,
+    )
+    return await teacher_logprobs(teacher, context, trajectory)
+
+
+def sizes(rollouts: Sequence[Rollout], teacher: Sequence[Sequence[float | None]]) -> list[float]:
+    """|teacher - sampler| of every assistant token, in nats."""
+    return [
+        abs(taught - sampled)
+        for rollout, row in zip(rollouts, teacher, strict=True)
+        for mask, taught, sampled in zip(rollout.trajectory.mask, row, rollout.trajectory.sampler_logprobs, strict=True)
+        if mask and taught is not None and sampled is not None
+    ]
+
+
+async def trained_positions(
+    forward_backward: Callable[[Sequence[Datum]], Awaitable[FwdBwd]],
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[Sequence[float]],
+) -> Record:
+    """How many positions on and off the mask have d loss / d logprob = -ratio * advantage other than 0, as sent."""
+    datums = [
+        policy_gradient_datum(r.trajectory.tokens, r.trajectory.mask, r.trajectory.sampler_logprobs, row)
+        for r, row in zip(rollouts, advantages, strict=True)
+    ]
+    passed = await forward_backward(datums)
+    counts: Record = {"on_mask": 0, "off_mask": 0, "loss": passed.loss}
+    for rollout, datum, row in zip(rollouts, datums, passed.logprobs, strict=True):
+        for t, logprob in enumerate(row):
+            advantage, sampled = datum.inputs["advantages"][t], datum.inputs["logprobs"][t]
+            assert isinstance(advantage, float)
+            assert isinstance(sampled, float)
+            if -math.exp(min(logprob - sampled, 700.0)) * advantage != 0:
+                counts["on_mask" if rollout.trajectory.mask[t + 1] else "off_mask"] += 1
+    return counts

@@ -1,0 +1,82 @@
+"""Is the service there, does it serve what the spec asks, and does one trajectory go all the way through it?"""
+
+import importlib.metadata
+
+from paritygate.agent.rollouts import flat
+from paritygate.backend import Trainer
+from paritygate.errors import BackendError
+from paritygate.experiment.run.journal import Record
+from paritygate.experiment.run.outcome import Decided
+from paritygate.experiment.run.state import State, require_model
+from paritygate.experiment.run.trajectories import write_trajectories
+from paritygate.experiment.step.batch import make_batch
+from paritygate.experiment.step.collector import Collector
+from paritygate.experiment.step.nonfinite import refuse_nonfinite
+from paritygate.spec.experiment import Arm
+
+PHASE = "service_preflight"
+
+
+async def service_preflight(state: State) -> Decided:
+    """Names and versions as reported, then the single-trajectory probe, timed; raises BackendError (exit 5)."""
+    backend = await state.backend()
+    wanted = {"base model": state.exp.base_model, "user simulator": state.model_name("user")}
+    wanted["judge"] = state.model_name("judge")
+    for role, name in wanted.items():
+        if name is not None:
+            require_model(backend, name, role)
+    facts: Record = {
+        "endpoint": "embedded" if backend.embedded else backend.endpoint,
+        "models": list(backend.models),
+        "context_lengths": dict(backend.context_lengths),
+        "asked_for": wanted,
+        "sdk": importlib.metadata.version("tinker"),
+    }
+    collector = await Collector.of(state, state.settings())
+    facts["prompt_tokens"] = len(collector.opening_tokens(collector.train_tasks()[0]))
+    path = await _probe(state, collector, facts)
+    what = "the embedded server" if backend.embedded else backend.endpoint
+    return Decided(
+        f"{what} serves {state.exp.base_model} (tinker SDK {facts['sdk']}); the prompt before an episode takes "
+        f"{facts['prompt_tokens']:,} of {state.exp.max_seq_len:,} tokens",
+        f"one trajectory was sampled, judged and scored, and each of {len(state.exp.arms)} arms trained on it",
+        facts,
+        [path],
+    )
+
+
+async def _probe(state: State, collector: Collector, facts: Record) -> str:
+    """One episode, one judgement, teacher scores; one forward_backward and optim_step an arm; clients thrown away."""
+    measure, adam = state.timings.measure, state.exp.adam
+    with measure(PHASE, what="clients"):
+        trainers = {arm.name: await new_client(state, arm) for arm in state.exp.arms}
+        sampler = await trainers[state.exp.arms[0].name].snapshot(PHASE)
+    with measure(PHASE, what="episode"):
+        state.progress.update("one episode")
+        teacher = sampler if any(arm.needs_teacher for arm in state.exp.arms) else None
+        groups = await collector.groups(PHASE, 0, collector.train_tasks()[:1], sampler, teacher, rollouts=1)
+    [rollout] = flat(groups)
+    if not rollout.trajectory.trains:
+        raise BackendError("the probe's episode was spoilt: the user simulator gave no usable reply in all its tries.")
+    for arm in state.exp.arms:
+        state.progress.update(f"training with {arm.name}")
+        with measure(PHASE, what="forward_backward", arm=arm.name):
+            batch = await make_batch(state.exp, arm, groups, sampler, sampler)
+            passed = await trainers[arm.name].forward_backward(batch.datums, batch.loss_fn)
+        refuse_nonfinite(f"{PHASE}, arm {arm.name}: stopped, since", batch, passed)
+        with measure(PHASE, what="optim_step", arm=arm.name):
+            await trainers[arm.name].optim_step(arm.lr, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps)
+    facts["probe"] = {
+        "base_model": {name: trainer.base_model for name, trainer in trainers.items()},
+        "tokens": len(rollout.trajectory.tokens),
+        "turns": rollout.trajectory.turns,
+        "ended_by": rollout.trajectory.ended_by,
+        "judged": rollout.judged.judgement is not None,
+    }
+    return write_trajectories(state.directory, PHASE, [rollout])
+
+
+async def new_client(state: State, arm: Arm) -> Trainer:
+    """A client as the service makes it for this arm, before any warm start."""
+    backend = await state.backend()
+    return await backend.training(state.exp.base_model, rank=state.exp.lora_rank, seed=arm.seed)

@@ -1,0 +1,147 @@
+"""The warm start: supervised steps on gold train episodes, the same weights for every arm; cached by its inputs."""
+
+import importlib.metadata
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paritygate import server as embedded_server
+from paritygate.agent.trajectory import Trajectory
+from paritygate.backend import Datum, Trainer, cross_entropy_datum
+from paritygate.errors import GateStopped
+from paritygate.experiment.run.journal import Record
+from paritygate.experiment.run.outcome import Decided
+from paritygate.experiment.run.state import State
+from paritygate.experiment.step.arm_run import PROCESS
+from paritygate.experiment.step.collector import Collector
+from paritygate.receipts import digest, sha256_file
+from paritygate.server.model.sources import cache_folder
+from paritygate.spec.protocol import WarmStart
+
+PHASE = "warm_start"
+UNIT = f"{PHASE}/adapter"
+
+
+async def warm_start(state: State) -> Decided:
+    """Train (or take from the cache) the adapter that both arms begin with; its saved state is in the facts."""
+    spec = state.exp.protocol.warm_start
+    assert spec is not None
+    collector = await Collector.of(state, state.settings())
+    episodes = gold_episodes(collector, spec)
+    inputs = await _inputs(state, spec, episodes)
+    key = digest(inputs)
+    record = state.journal.committed(UNIT)
+    if record is None:
+        saved = await _from_cache(state, key) or await _trained(state, spec, episodes, key)
+        record = state.journal.commit(UNIT, saved)
+    tokens = sum(len(episode.tokens) for episode in episodes)
+    return Decided(
+        f"{len(episodes)} gold episodes ({tokens} tokens), last loss {record['last_loss']:.4f} nats a trained token",
+        f"{'from the cache' if record['cached'] else 'trained through the service'}; digest of its inputs {key[:16]}",
+        {"state": record["state"], "inputs": key, "episodes": len(episodes), "last_loss": record["last_loss"]},
+        state.journal.files(PHASE),
+    )
+
+
+def gold_episodes(collector: Collector, spec: WarmStart) -> list[Trajectory]:
+    """The gold episodes of the selected tasks; every other one asks for confirmation before it writes."""
+    indices = spec.tasks.indices(len(collector.source.tasks(spec.tasks.split)))
+    return [collector.gold(spec.tasks.split, task, confirm=place % 2 == 1) for place, task in enumerate(indices)]
+
+
+def batches(spec: WarmStart, episodes: Sequence[Trajectory]) -> list[list[Datum]]:
+    """Every epoch shuffled by the seed; the loss of a batch is the mean over its trained tokens (nats)."""
+    datums: list[list[Datum]] = []
+    for epoch in range(spec.epochs):
+        order = list(range(len(episodes)))
+        random.Random(f"{spec.seed}/{epoch}").shuffle(order)
+        for start in range(0, len(order), spec.batch_size):
+            chosen = [episodes[index] for index in order[start : start + spec.batch_size]]
+            trained = sum(sum(episode.mask) for episode in chosen)
+            datums.append([cross_entropy_datum(e.tokens, [mask / trained for mask in e.mask]) for e in chosen])
+    return datums
+
+
+async def _trained(state: State, spec: WarmStart, episodes: Sequence[Trajectory], key: str) -> Record:
+    backend = await state.backend()
+    trainer = await backend.training(state.exp.base_model, rank=state.exp.lora_rank, seed=spec.seed)
+    losses: list[float] = []
+    todo = batches(spec, episodes)
+    for number, batch in enumerate(todo):
+        state.progress.update(f"batch {number + 1} of {len(todo)}" + (f", loss {losses[-1]:.3f}" if losses else ""))
+        with state.timings.measure(PHASE, what="batch", step=number):
+            losses.append(await _step(state, spec, trainer, batch, number))
+    saved = await trainer.save(f"warm-start-{PROCESS}")
+    record: Record = {"state": saved, "last_loss": losses[-1], "losses": losses, "cached": False}
+    if backend.embedded:
+        _to_cache(state, key, record)
+    return record
+
+
+async def _step(state: State, spec: WarmStart, trainer: Trainer, batch: Sequence[Datum], number: int) -> float:
+    passed = await trainer.forward_backward(batch, "cross_entropy")
+    if not abs(passed.loss) < float("inf"):
+        raise GateStopped(
+            f"warm start, batch {number}: stopped before the optimiser step, since the loss is {passed.loss}."
+        )
+    adam = state.exp.adam
+    await trainer.optim_step(spec.learning_rate, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps)
+    return passed.loss
+
+
+async def _inputs(state: State, spec: WarmStart, episodes: Sequence[Trajectory]) -> Record:
+    """All that the adapter's bits depend on: what is trained on, how, by which model, code and library."""
+    server = Path(embedded_server.__file__).resolve().parent
+    policy = await state.policy()
+    weights = sorted(Path(policy.tokenizer.name_or_path).glob("*.safetensors"))
+    adam = state.exp.adam
+    return {
+        "episodes": [[list(episode.tokens), list(episode.mask)] for episode in episodes],
+        "schedule": {"learning_rate": spec.learning_rate, "batch": spec.batch_size, "epochs": spec.epochs},
+        "seed": spec.seed,
+        "adam": [adam.beta1, adam.beta2, adam.eps],
+        "rank": state.exp.lora_rank,
+        "model": {"name": state.exp.base_model, "weights": [sha256_file(path) for path in weights]},
+        "server": {path.relative_to(server).as_posix(): sha256_file(path) for path in sorted(server.rglob("*.py"))},
+        "torch": importlib.metadata.version("torch"),
+    }
+
+
+def _cached(key: str) -> Path:
+    return cache_folder() / "warm-start" / key[:32]
+
+
+async def _from_cache(state: State, key: str) -> Record | None:
+    """The record of a cached adapter, its files put where the embedded server looks for saved states."""
+    folder = _cached(key)
+    if not (await state.backend()).embedded or not (folder / "record.json").is_file():
+        return None
+    record: Record = json.loads((folder / "record.json").read_bytes())
+    for name, sha256 in record["files"].items():
+        if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
+            return None
+    target = state.saved(record["state"])
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for file in record["files"]:
+        shutil.copyfile(folder / file, target / file)
+    return {**record, "cached": True}
+
+
+def _to_cache(state: State, key: str, record: dict[str, Any]) -> None:
+    """Copy the saved adapter, without Adam's moments, beside and rename it: a reader never sees half of one."""
+    source = state.saved(record["state"])
+    folder = _cached(key)
+    scratch = folder.with_name(f".{folder.name}-{PROCESS}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    names = ("adapter.safetensors", "checkpoint.json")
+    for file in names:
+        shutil.copyfile(source / file, scratch / file)
+    files = {file: sha256_file(scratch / file) for file in names}
+    (scratch / "record.json").write_text(json.dumps({**record, "files": files}))
+    shutil.rmtree(folder, ignore_errors=True)
+    scratch.rename(folder)

@@ -1,0 +1,1 @@
+"""An open run: its directory, journal, service, progress; nothing here decides anything."""

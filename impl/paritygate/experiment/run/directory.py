@@ -1,0 +1,60 @@
+"""The directory of a run: a new one, or the one of the very same spec that --resume goes on with."""
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+from paritygate.errors import BadInputError
+from paritygate.receipts import canonical, write_atomic
+from paritygate.receipts.lock import LOCK
+from paritygate.spec.experiment import Experiment
+
+
+def choose_directory(exp: Experiment, root: Path, output: Path | None, *, resume: bool) -> Path:
+    """The run directory: a new one, or, with `resume`, the one of this very spec. Raises BadInputError otherwise."""
+    if output is None:
+        if resume:
+            return latest_run(exp, root)
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        directory = root / "runs" / f"{exp.path.stem}-{stamp}"
+    else:
+        directory = Path(output).absolute()
+    if directory.exists() and not resume:
+        raise BadInputError(f"{directory} exists: give --resume to go on with it, or another --output.")
+    if resume and not (directory / "spec.json").is_file() and not killed_at_birth(directory):
+        raise BadInputError(f"{directory} holds no run to resume (no spec.json).")
+    above = next(parent for parent in directory.parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise BadInputError(f"--output {directory}: {above} is no folder that can be written to.")
+    return directory
+
+
+def killed_at_birth(directory: Path) -> bool:
+    """Whether a run was killed after it made its directory and before it wrote anything into it but the lock."""
+    return directory.is_dir() and all(path.name.startswith((LOCK, ".spec.json.")) for path in directory.iterdir())
+
+
+def make_directory(directory: Path) -> None:
+    """Make the run directory; BadInputError where that fails."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"--output {directory} cannot be made: {error.strerror}.") from None
+
+
+def latest_run(exp: Experiment, root: Path) -> Path:
+    """The newest run of this spec under runs/ (names carry the time of their start)."""
+    for directory in sorted((root / "runs").glob(f"{exp.path.stem}-*"), reverse=True):
+        path = directory / "spec.json"
+        if path.is_file() and path.read_bytes() == canonical(dict(exp.frozen)):
+            return directory
+    raise BadInputError(f"--resume: {root / 'runs'} holds no run of {exp.path}; name it with --output.")
+
+
+def write_spec(exp: Experiment, directory: Path) -> None:
+    """The frozen spec; BadInputError when the directory holds a run of another one."""
+    path, frozen = directory / "spec.json", canonical(dict(exp.frozen))
+    if path.is_file() and path.read_bytes() != frozen:
+        raise BadInputError(f"{directory} is a run of another spec than {exp.path}: its spec.json differs.")
+    if not path.is_file():
+        write_atomic(path, frozen)

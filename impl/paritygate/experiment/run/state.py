@@ -1,0 +1,151 @@
+"""What every phase reads: the spec, the run directory, the data, the service; nothing here decides anything."""
+
+import asyncio
+import os
+import shutil
+from contextlib import AsyncExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paritygate.errors import BackendError
+from paritygate.experiment.run.environment import load_source
+from paritygate.experiment.run.journal import Journal, Record, Timings, append_line, drop_torn_tail, read_lines
+from paritygate.experiment.run.options import Options, Settings
+from paritygate.experiment.run.progress import Progress
+from paritygate.receipts import PhaseChain
+from paritygate.spec.experiment import Experiment
+
+if TYPE_CHECKING:
+    from paritygate.backend import Backend, Sampler
+    from paritygate.retail import Source
+
+TIMINGS = "timings.jsonl"
+DEVIATIONS = "deviations.jsonl"
+SERVICE = "service"
+
+
+class State:
+    """One open run. The service is connected on first use; `close_service` leaves it."""
+
+    def __init__(self, exp: Experiment, directory: Path, options: Options, progress: Progress) -> None:
+        self.exp = exp
+        self.directory = directory
+        self.options = options
+        self.progress = progress
+        self.chain = PhaseChain(directory)
+        self.chain.verify()  # what is gone on with, or reported again, is what the phases vouch for
+        for name in (TIMINGS, DEVIATIONS):
+            drop_torn_tail(directory / name)
+        self.journal = Journal(directory)
+        self.timings = Timings(directory / TIMINGS)
+        self._connection, self._phase = AsyncExitStack(), AsyncExitStack()
+        self._connecting = asyncio.Lock()
+        self._services: list[Backend] = []
+        self._sessions: dict[int, Backend] = {}
+        self._policy: Sampler | None = None
+
+    async def backend(self, arm: int = 0) -> "Backend":
+        """The phase's own session at the service: TINKER_BASE_URL where it is set, else the embedded server.
+
+        The embedded server keeps saved states in the run directory; what a phase does not save goes with its session.
+        It computes on one core, so on a machine with several each further arm gets a server for itself (same folder).
+        """
+        place = 0
+        if arm and (await self.backend()).embedded:
+            place = arm % self.side_by_side()
+        async with self._connecting:  # arms may ask at the same time
+            while len(self._services) <= place:
+                await self._connect()
+            if place not in self._sessions:
+                self._sessions[place] = await self._phase.enter_async_context(self._services[place].session())
+        return self._sessions[place]
+
+    @staticmethod
+    def side_by_side() -> int:
+        """How many arms embedded servers carry at once: one a core."""
+        return os.cpu_count() or 1
+
+    async def _connect(self) -> None:
+        from paritygate.backend import connect
+
+        asked = self.exp.protocol.service
+        service = await self._connection.enter_async_context(
+            connect(
+                embedded_model=asked.embedded_model,
+                embedded_dtype=asked.embedded_dtype,
+                state_dir=self.directory / SERVICE,
+            )
+        )
+        self._services.append(service)
+        where = "the embedded server" if service.embedded else "the service"
+        self.progress.line(f"      using {where} at {service.endpoint}")
+
+    async def end_phase(self) -> None:
+        """Close the phase's sessions: their clients are thrown away at the service."""
+        self._sessions, self._policy = {}, None
+        await self._phase.aclose()
+
+    async def close_service(self) -> None:
+        """Leave the service; embedded servers end, and with them everything that writes into the run directory."""
+        await self.end_phase()
+        self._services = []
+        await self._connection.aclose()
+
+    async def policy(self) -> "Sampler":
+        """A sampler of the untuned base model: where its tokenizer comes from."""
+        if self._policy is None:
+            backend = await self.backend()
+            require_model(backend, self.exp.base_model, "base model")
+            self._policy = await backend.sampling(base_model=self.exp.base_model)
+        return self._policy
+
+    @cached_property
+    def source(self) -> "Source":
+        """The benchmark's data, read once."""
+        return load_source(self.options)
+
+    def forget(self, path: str) -> None:
+        """Delete a saved state that the run has no use for any more, where it lies in the run directory."""
+        if self._services and self._services[0].embedded:
+            shutil.rmtree(self.saved(path), ignore_errors=True)
+
+    def saved(self, path: str) -> Path:
+        """The folder of a state that the embedded server saved (tinker://RUN/KIND/NAME)."""
+        return self.directory.joinpath(SERVICE, *path.removeprefix("tinker://").split("/"))
+
+    def settings(self) -> Settings:
+        """The spec's own settings, or those that the activation pilot's fallback adopted."""
+        adopted = self.record("activation_pilot").get("facts", {}).get("settings")
+        if adopted is not None:
+            return Settings(**adopted)
+        return Settings(self.exp.protocol.rollout.max_turns, self.exp.protocol.advantage.teacher)
+
+    def record(self, phase: str) -> Record:
+        """The receipt of a completed phase; {} where it has none."""
+        return self.chain.record(phase) if phase in self.chain.completed else {}
+
+    def facts(self, phase: str) -> Record:
+        """The facts that a completed phase left."""
+        return self.record(phase).get("facts", {})
+
+    def deviation(self, phase: str, kind: str, what: str) -> None:
+        """Record once that something departs from the spec as asked for."""
+        line = {"phase": phase, "kind": kind, "what": what}
+        if line not in read_lines(self.directory / DEVIATIONS):
+            append_line(self.directory / DEVIATIONS, line)
+
+    def model_name(self, kind: str) -> str | None:
+        """The served model of the user simulator or judge; None where none is served."""
+        part = self.exp.protocol.user if kind == "user" else self.exp.protocol.judge
+        return part.model if part.kind == "model" else None
+
+
+def require_model(backend: "Backend", name: str, role: str) -> None:
+    """Raise BackendError (exit 5) unless the service lists `name`."""
+    if backend.models and name not in backend.models:
+        served = ", ".join(backend.models)
+        raise BackendError(
+            f"the service at {backend.endpoint} does not serve {name}, the {role} of this spec; it serves {served}. "
+            "Set TINKER_BASE_URL to a service that has it."
+        )

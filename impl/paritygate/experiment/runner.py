@@ -1,0 +1,172 @@
+"""The loop that takes a run through the protocol: the first phase without a receipt first."""
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from paritygate.errors import BadInputError, GateStopped, Refused
+from paritygate.experiment.protocol import PHASES, Phase
+from paritygate.experiment.run.directory import choose_directory, make_directory, write_spec
+from paritygate.experiment.run.environment import load_source
+from paritygate.experiment.run.journal import finite
+from paritygate.experiment.run.options import Options
+from paritygate.experiment.run.outcome import Decided, PhaseStopped
+from paritygate.experiment.run.progress import Progress
+from paritygate.experiment.run.receipt import write_receipt, write_report
+from paritygate.experiment.run.state import State
+from paritygate.receipts import lock_run
+from paritygate.spec.experiment import Experiment
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """Where a run stands: `verdict` is None until decided, `until` is the phase that --until asked for, if any."""
+
+    directory: Path
+    completed: tuple[str, ...]
+    verdict: dict[str, Any] | None
+    decided: dict[str, str]
+    until: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What --json prints."""
+        return {**dataclasses.asdict(self), "directory": str(self.directory)}
+
+    def text(self) -> str:
+        """What came out and where it lies, in plain words."""
+        if self.verdict is None:
+            last = self.completed[-1] if self.completed else "nothing"
+            return f"{last} is done; no verdict yet. The run lies in {self.directory}; --resume goes on."
+        lines = [self.verdict["why"], self.decided.get("train", ""), self.decided.get("evaluate", "")]
+        return "\n".join([*filter(None, lines), f"The run lies in {self.directory}; open report.html there."])
+
+
+def run(
+    exp: Experiment,
+    *,
+    root: Path,
+    output: Path | None = None,
+    resume: bool = False,
+    until: str | None = None,
+    device: str = "cpu",
+    tau_bench: Path | str | None = None,
+    trust_receipt: bool = False,
+    environment: str = "own",
+    quiet: bool = False,
+    json: bool = False,
+) -> RunResult:
+    """Take the experiment through its phases, from the first without a receipt; see docs of `run.py`.
+
+    Raises BadInputError (exit 2), Refused (3), GateStopped (4, logs kept), BackendError (5, to be resumed).
+    """
+    root = Path(root).resolve()
+    phases = [phase for phase in PHASES if phase.applies(exp)]
+    check_request(phases, until, device)
+    directory = choose_directory(exp, root, output, resume=resume)
+    refuse_unresolved(exp)
+    options = Options(root, device, Path(tau_bench) if tau_bench else None, trust_receipt, environment)
+    check_inputs(exp, options, directory)
+    make_directory(directory)
+    progress = Progress(quiet=quiet or json)
+    with lock_run(directory):
+        write_spec(exp, directory)
+        return asyncio.run(_walk(exp, phases, directory, options, progress, until))
+
+
+def check_request(phases: list[Phase], until: str | None, device: str) -> None:
+    """Bad arguments (exit 2), before anything is touched."""
+    names = [phase.name for phase in phases]
+    if until is not None and until not in names:
+        raise BadInputError(f"--until {until}: no such phase in this experiment; its phases are {', '.join(names)}.")
+    if device.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BadInputError(f"--device {device}: CUDA is not available here; use --device cpu.")
+    elif device != "cpu":
+        raise BadInputError(f"--device {device}: cpu or cuda is expected.")
+
+
+def refuse_unresolved(exp: Experiment) -> None:
+    """Raise Refused for a spec with revisions that are not pinned."""
+    if exp.unresolved:
+        raise Refused(
+            f"{exp.path} is unresolved: no revision is pinned at {', '.join(exp.unresolved)}; pin them (spec/sdpo.json "
+            "shows how), a full run is refused until then."
+        )
+
+
+def check_inputs(exp: Experiment, options: Options, directory: Path) -> None:
+    """The data (exit 2), then the receipt (exit 3): nothing is created before both are there."""
+    from paritygate.receipts import require_parity
+
+    load_source(options)
+    require_parity(options.root, exp.losses, options.device, resumed=directory)
+
+
+async def _walk(
+    exp: Experiment, phases: list[Phase], directory: Path, options: Options, progress: Progress, until: str | None
+) -> RunResult:
+    state = State(exp, directory, options, progress)
+    try:
+        for position, phase in enumerate(phases, start=1):
+            done = state.record(phase.name)
+            if done.get("outcome") == "stopped":
+                raise GateStopped(f"{done['decided']} (this run was stopped there; gates are never tried again)")
+            if not done:
+                await _take(state, phase, f"{position}/{len(phases)}")
+            if phase.name == until:
+                break
+    finally:
+        await state.close_service()
+    return _finish(state, phases, until)
+
+
+async def _take(state: State, phase: Phase, position: str) -> None:
+    stopped: GateStopped | None = None
+    decided = Decided("", "", {})
+    with state.progress.phase(phase.name, position), state.timings.measure(phase.name, what="phase"):
+        try:
+            decided = await phase.load()(state)
+        except GateStopped as stop:
+            _record_stop(state, phase, stop)
+            stopped = stop
+        finally:
+            await state.end_phase()
+    if stopped is not None:
+        await _close_stopped(state)
+        raise stopped
+    state.chain.append(phase.name, _receipt("done", decided), list(decided.files))
+    state.progress.line(f"      {decided.what}")
+
+
+def _receipt(outcome: str, decided: Decided) -> dict[str, Any]:
+    return {"outcome": outcome, "decided": decided.what, "because": decided.why, "facts": finite(decided.facts)}
+
+
+def _record_stop(state: State, phase: Phase, stop: GateStopped) -> None:
+    """A gate's refusal is a result: it is receipted, reported, and not tried again by --resume."""
+    decided = stop.decided if isinstance(stop, PhaseStopped) else Decided(str(stop), "a gate stopped the run", {})
+    files = decided.files or state.journal.files(f"{phase.name}-")
+    state.chain.append(phase.name, _receipt("stopped", decided), files)
+
+
+async def _close_stopped(state: State) -> None:
+    """A stopped run is reported and receipted like a finished one, as far as it got."""
+    await state.close_service()
+    write_report(state)
+    if list(state.directory.glob("parity-*.json")):
+        write_receipt(state)
+
+
+def _finish(state: State, phases: list[Phase], until: str | None) -> RunResult:
+    """The receipt of a run that is through, and where it stands."""
+    completed = tuple(phase.name for phase in phases if state.record(phase.name))
+    if len(completed) == len(phases) and not (state.directory / "receipt.json").is_file():
+        write_receipt(state)
+    path = state.directory / "verdict.json"
+    verdict = json.loads(path.read_bytes()) if path.is_file() else None
+    decided = {name: state.record(name)["decided"] for name in completed}
+    return RunResult(state.directory, completed, verdict, decided, until)

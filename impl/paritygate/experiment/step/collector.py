@@ -1,0 +1,222 @@
+"""The rollouts of an experiment: policy's renderer, user simulator, judge and environment, put together by the spec."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from paritygate.agent import prompt, renderer
+from paritygate.agent.episode import Limits, first_prompt, run_episode
+from paritygate.agent.gold import gold_trajectory
+from paritygate.agent.judge import Judge, Judged, ModelJudge, RuleJudge
+from paritygate.agent.rollouts import Group, Rollout, TeacherScores, collect_step
+from paritygate.agent.seeds import derive
+from paritygate.agent.teacher import teacher_context, teacher_logprobs
+from paritygate.agent.trajectory import Trajectory
+from paritygate.agent.user import ModelUser, ScriptedUser, User, opening
+from paritygate.backend import Sampler
+from paritygate.experiment.run.environment import fresh_episode
+from paritygate.experiment.run.options import Settings
+from paritygate.experiment.run.state import State
+from paritygate.losses.sdpo import select_sibling
+from paritygate.retail import Source
+
+EVALUATED_AT_ONCE = 16  # episodes of an arm under way at a time, as in a training step
+
+
+@dataclasses.dataclass(frozen=True)
+class Partner:
+    """A frozen served model that plays the user or the judge, with the renderer that it needs."""
+
+    sampler: Sampler
+    renderer: Any
+
+
+class Collector:
+    """Runs, judges and scores episodes; made once a phase by `of`. Every seed depends on its purpose alone."""
+
+    def __init__(
+        self,
+        state: State,
+        settings: Settings,
+        source: Source,
+        policy_renderer: Any,
+        user: Partner | None,
+        judge: Partner | None,
+        teacher_limit: int,
+    ) -> None:
+        self.state = state
+        self.exp = state.exp
+        self.settings = settings
+        self.source = source
+        self.renderer = policy_renderer
+        self.context = prompt.context(self.exp.protocol.context.kind, source.wiki, source.tools)
+        self.teacher_limit = teacher_limit
+        self._user = user
+        self._judge = judge
+
+    @classmethod
+    async def of(cls, state: State, settings: Settings) -> "Collector":
+        """What `state`'s spec asks for under `settings`; served user simulators and judges are connected."""
+        exp = state.exp
+        backend = await state.backend()
+        policy = await state.policy()
+        policy_renderer = renderer.load(exp.protocol.renderer, policy.tokenizer, model=exp.base_model)
+        partners: dict[str, Partner | None] = {}
+        for role in ("user", "judge"):
+            name = state.model_name(role)
+            if name is None:
+                partners[role] = None
+                continue
+            sampler = await backend.sampling(base_model=name)
+            partners[role] = Partner(sampler, renderer.load("auto", sampler.tokenizer, model=name))
+        limit = backend.context_lengths.get(exp.base_model, exp.max_seq_len)
+        return cls(state, settings, state.source, policy_renderer, partners["user"], partners["judge"], limit)
+
+    def train_tasks(self) -> tuple[int, ...]:
+        """The training tasks in their order, the same for every arm."""
+        selection = self.exp.protocol.train
+        return selection.indices(len(self.source.tasks(selection.split)))
+
+    def evaluation_tasks(self) -> tuple[int, ...]:
+        """The held-out tasks in their order."""
+        selection = self.exp.protocol.evaluation
+        return selection.indices(len(self.source.tasks(selection.split)))
+
+    def limits(self, temperature: float) -> Limits:
+        """What bounds an episode under these settings."""
+        rollout = self.exp.protocol.rollout
+        return Limits(self.settings.max_turns, rollout.max_tokens_per_turn, self.exp.max_seq_len, temperature)
+
+    async def groups(
+        self,
+        purpose: str,
+        step: int,
+        tasks: Sequence[int],
+        sampler: Sampler,
+        teacher: Sampler | None,
+        rollouts: int | None = None,
+    ) -> list[Group]:
+        """All episodes of a step at once, judged, and taught where `teacher` is given, sorted by (task, rollout).
+
+        Seeds depend on purpose, step, task and rollout, not on the arm: arms with the same weights sample the same.
+        """
+        split = self.exp.protocol.train.split
+        seed = derive(self.exp.arms[0].seed, purpose, step)
+
+        async def play(task: int, rollout: int) -> Trajectory:
+            temperature = self.exp.protocol.rollout.temperature
+            return await self.episode(sampler, split, task, rollout, derive(seed, task, rollout), temperature)
+
+        async def teach(index: int, group: Sequence[Rollout]) -> TeacherScores:
+            assert teacher is not None
+            scores = await self.teach(teacher, index, group)
+            if self.exp.protocol.advantage.student == "sampled":
+                return scores
+            return dataclasses.replace(scores, student=await self.score_again(sampler, group[index].trajectory))
+
+        count = rollouts or self.exp.protocol.rollout.rollouts_per_task
+        return await collect_step(tasks, count, play, self.judge, teach if teacher is not None else None)
+
+    async def episode(
+        self, sampler: Sampler, split: str, task_index: int, rollout: int, seed: int, temperature: float
+    ) -> Trajectory:
+        """One episode on a database of its own."""
+        return await run_episode(
+            fresh_episode(self.state.options, self.source, split, task_index),
+            self.renderer,
+            sampler,
+            self._simulator(split, task_index, derive(seed, "simulator")),
+            context=self.context,
+            limits=self.limits(temperature),
+            seed=seed,
+            rollout=rollout,
+        )
+
+    async def evaluation_episode(self, sampler: Sampler, task_index: int, rollout: int, attempt: int) -> Rollout:
+        """One greedy episode on a held-out task, judged; another attempt has other seeds for user and judge."""
+        split = self.exp.protocol.evaluation.split
+        seed = derive(self.exp.arms[0].seed, "evaluate", task_index, rollout, attempt)
+        temperature = 0.0 if self.exp.eval.rollouts_per_task == 1 else self.exp.protocol.rollout.temperature
+        trajectory = await self.episode(sampler, split, task_index, rollout, seed, temperature)
+        return Rollout(trajectory, await self.judge(trajectory))
+
+    async def judge(self, trajectory: Trajectory) -> Judged:
+        """The judgement of one trajectory by the spec's judge; an episode that the simulator spoilt is not judged."""
+        if not trajectory.trains:
+            return Judged(None, 0, first_try_parsed=False)
+        task = self.source.task(trajectory.split, trajectory.task_index)
+        return await self.make_judge().judge(trajectory, task)
+
+    def make_judge(self) -> Judge:
+        """The spec's judge."""
+        if self._judge is None:
+            return RuleJudge()
+        spec = self.exp.protocol.judge
+        return ModelJudge(
+            self._judge.sampler,
+            self._judge.renderer,
+            prompt=spec.prompt,
+            temperature=spec.temperature,
+            max_tokens=spec.max_tokens,
+            seed=self.exp.arms[0].seed,
+            tries=spec.tries,
+            policy=self.source.wiki,
+        )
+
+    async def teach(self, teacher: Sampler, index: int, group: Sequence[Rollout]) -> TeacherScores:
+        """Score rollout `index` of its group under its feedback-conditioned context; nothing without a judgement."""
+        trajectory, judgement = group[index].trajectory, group[index].judged.judgement
+        if judgement is None:
+            return TeacherScores((None,) * len(trajectory.tokens), False, None, 0, 0)
+        advantage = self.exp.protocol.advantage
+        judgements = [rollout.judged.judgement for rollout in group]
+        composites = [None if judged is None else judged.composite for judged in judgements]
+        sibling = select_sibling(composites, index, advantage.sibling_threshold, advantage.sibling_rule)
+        context = teacher_context(
+            self.renderer,
+            self.context,
+            trajectory,
+            feedback=judgement.rationale,
+            sibling=None if sibling is None else group[sibling].trajectory,
+            limit=self.teacher_limit,
+            success_wording=advantage.success_wording,
+        )
+        logprobs = await teacher_logprobs(teacher, context, trajectory)
+        return TeacherScores(
+            logprobs=tuple(logprobs),
+            has_feedback=context.has_feedback,
+            sibling=sibling if context.has_sibling else None,
+            shortened_tokens=context.shortened_tokens,
+            context_tokens=len(context.tokens),
+            context=context.tokens,
+        )
+
+    async def score_again(self, sampler: Sampler, trajectory: Trajectory) -> tuple[float | None, ...]:
+        """The student's own logprobs of a trajectory, by the path that scores the teacher: an empty block."""
+        limit = self.teacher_limit
+        context = teacher_context(self.renderer, self.context, trajectory, feedback=None, sibling=None, limit=limit)
+        return tuple(await teacher_logprobs(sampler, context, trajectory))
+
+    def gold(self, split: str, task_index: int, *, confirm: bool = False) -> Trajectory:
+        """The task's gold episode, rendered as a rollout would see it."""
+        return gold_trajectory(self.source, split, task_index, self.renderer, self.context, confirm=confirm)
+
+    def opening_tokens(self, task_index: int) -> list[int]:
+        """The tokens before the first turn of a training task, with the scripted opening."""
+        task = self.source.task(self.exp.protocol.train.split, task_index)
+        return first_prompt(self.renderer, self.context, opening(task))
+
+    def _simulator(self, split: str, task_index: int, seed: int) -> User:
+        task = self.source.task(split, task_index)
+        if self._user is None:
+            return ScriptedUser(task)
+        spec = self.exp.protocol.user
+        return ModelUser(
+            task,
+            self._user.sampler,
+            self._user.renderer,
+            prompt=spec.prompt,
+            temperature=spec.temperature,
+            max_tokens=spec.max_tokens,
+            seed=seed,
+        )

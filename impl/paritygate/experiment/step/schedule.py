@@ -1,0 +1,34 @@
+"""All arms side by side, in step: the same tasks at the same step, committed in the order of the arms."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from paritygate.experiment.run.journal import Record
+from paritygate.experiment.step.arm_run import ArmRun
+from paritygate.experiment.step.collector import Collector
+from paritygate.experiment.step.training_step import training_step
+
+
+async def advance(
+    runs: Sequence[ArmRun],
+    steps: int,
+    collector: Collector,
+    after: Callable[[ArmRun, Record], None] = lambda run, record: None,
+) -> None:
+    """Take all runs to `steps` committed steps; `after` sees every committed step.
+
+    The first failure is raised once all arms have ended that step; the arms before it are committed, no others.
+    """
+    tasks = collector.train_tasks()
+    per_step = collector.exp.protocol.rollout.tasks_per_step
+    for step in range(steps):
+        due = [run for run in runs if run.done == step]
+        tasks_of_step = [tasks[place % len(tasks)] for place in range(step * per_step, (step + 1) * per_step)]
+        collector.state.progress.update(f"step {step + 1} of {steps}")
+        records = await asyncio.gather(
+            *(training_step(run, tasks_of_step, collector) for run in due), return_exceptions=True
+        )
+        for run, record in zip(due, records, strict=True):
+            if isinstance(record, BaseException):
+                raise record
+            after(run, run.commit(record))
