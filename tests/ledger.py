@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from paritygate.harness.comparator import measure
 from paritygate.spec.losses import device_class
 
 
@@ -68,14 +65,14 @@ class Ledger:
             raise ValueError(f"the running test is not marked @pytest.mark.obligation({obligation!r}).")
         dtype = str(dtype).removeprefix("torch.")
         tolerance = self.tolerance(obligation, dtype, regime)
-        margin, complaint, elements = measure(actual, expected, tolerance)
-        if elements:
+        result = measure(actual, expected, tolerance)
+        if result.elements:
             cell = self.cells.setdefault((obligation, dtype, regime, oracle), Cell())
             cell.comparisons += 1
-            cell.worst_margin = max(cell.worst_margin, margin)
-        if complaint:
+            cell.worst_margin = max(cell.worst_margin, result.margin)
+        if result.complaint:
             place = f" at {where}" if where else ""
-            message = f"{obligation} ({dtype}, {self.device}, {regime}, against {oracle}){place}: {complaint}"
+            message = f"{obligation} ({dtype}, {self.device}, {regime}, against {oracle}){place}: {result.complaint}"
             self.failures.append(message)
             raise AssertionError(message)
 
@@ -96,94 +93,6 @@ class Ledger:
                 }
             )
         return found
-
-
-def measure(actual: Any, expected: Any, tolerance: dict[str, Any]) -> tuple[float, str, int]:
-    """(worst |difference| / allowed, complaint or "", number of elements) of two equally nested values."""
-    pairs = list(zip_leaves(actual, expected, ""))
-    finite = [abs(e[np.isfinite(e)]) for _, _, e, _ in pairs]
-    largest = max((float(e.max()) for e in finite if e.size), default=0.0)
-    worst, complaint, elements = 0.0, "", 0
-    for index, a, e, exact in pairs:
-        if a.shape != e.shape:
-            return math.inf, f"shape {a.shape} where {e.shape} is expected{index and f' in {index}'}", 1
-        elements += a.size
-        rtol, atol = (0.0, 0.0) if exact else (tolerance["rtol"], tolerance["atol"])
-        scale = np.full_like(e, largest) if tolerance.get("scale") == "max" else np.abs(e)
-        allowed = atol + rtol * np.where(np.isfinite(scale), scale, 0.0)
-        margins = elementwise_margins(a, e, allowed)
-        if margins.size and (margin := float(margins.max())) > worst:
-            worst = margin
-            if margin > 1.0:
-                at = np.unravel_index(int(margins.argmax()), margins.shape)
-                spot = index + (str([int(i) for i in at]) if at else "")
-                complaint = (
-                    f"{spot or 'value'} is {float(a[at])!r}, expected {float(e[at])!r}, "
-                    f"difference {abs(a[at] - e[at]):.6g}, allowed {allowed[at]:.6g}"
-                )
-    if not complaint and "min_cosine" in tolerance and elements:
-        cosine = cosine_of([a for _, a, _, _ in pairs], [e for _, _, e, _ in pairs])
-        slack = 1.0 - tolerance["min_cosine"]
-        worst = max(worst, (1.0 - cosine) / slack if slack else (0.0 if cosine >= 1.0 else math.inf))
-        if cosine < tolerance["min_cosine"]:
-            complaint = f"cosine {cosine:.9f}, expected at least {tolerance['min_cosine']}"
-    return worst, complaint, elements
-
-
-def elementwise_margins(actual: np.ndarray, expected: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    """|difference| / allowed; 0 where equal (infinities and NaN included), inf where no difference is allowed."""
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        margins = np.abs(actual - expected) / allowed
-    margins = np.where(np.isnan(margins), np.inf, margins)
-    agree = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
-    return np.where(agree, 0.0, margins)
-
-
-def cosine_of(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """Cosine of the angle between the finite values; 1 when either is all zero (the tolerance judges that)."""
-    a = np.concatenate([part.ravel() for part in actual])
-    e = np.concatenate([part.ravel() for part in expected])
-    keep = np.isfinite(a) & np.isfinite(e)
-    a, e = a[keep], e[keep]
-    norm = float(np.linalg.norm(a) * np.linalg.norm(e))
-    return float(a @ e) / norm if norm else 1.0
-
-
-def zip_leaves(actual: Any, expected: Any, index: str) -> Iterator[tuple[str, np.ndarray, np.ndarray, bool]]:
-    """(index, actual, expected, exact) for each array in two nested values; `exact` for booleans and None."""
-    ragged = [isinstance(value, (list, tuple)) for value in (actual, expected)]
-    if any(ragged) and not all(is_flat(value) for value in (actual, expected)):
-        if not (hasattr(actual, "__len__") and hasattr(expected, "__len__") and len(actual) == len(expected)):
-            sizes = [len(value) if hasattr(value, "__len__") else 0 for value in (actual, expected)]
-            yield index, np.zeros(sizes[0]), np.zeros((sizes[1], 0)), True
-            return
-        for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-            yield from zip_leaves(a, e, f"{index}[{i}]")
-        return
-    if actual is None or expected is None:
-        yield index, np.float64(actual is None).reshape(()), np.float64(expected is None).reshape(()), True
-        return
-    a, e = as_array(actual), as_array(expected)
-    exact = bool in (a.dtype, e.dtype)
-    yield index, a.astype(np.float64), e.astype(np.float64), exact
-
-
-def is_flat(value: Any) -> bool:
-    """True unless `value` is a list or tuple that holds something other than numbers."""
-    return not isinstance(value, (list, tuple)) or all(
-        item is not None and not hasattr(item, "__len__") and not getattr(item, "shape", ()) for item in value
-    )
-
-
-def as_array(value: Any) -> np.ndarray:
-    """A number, mpmath number, torch tensor, array or flat list as an array of float64 or bool."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        value = value.numpy() if str(value.dtype) == "torch.bool" else value.double().numpy()
-    elif isinstance(value, (list, tuple)):
-        value = [item.item() if hasattr(item, "detach") else item for item in value]
-    array = np.asarray(value)
-    return array if array.dtype == bool else array.astype(np.float64)
 
 
 LEDGER: Ledger | None = None

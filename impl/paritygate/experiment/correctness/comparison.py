@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from paritygate.harness.comparator import measure
 from paritygate.spec.experiment import CorrectnessPath
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -45,33 +44,20 @@ def compare_values(
 ) -> Comparison:
     """Elementwise |actual - expected| <= atol + rtol |expected|, and the cosine where one is asked; NaN fails."""
     limits = path.tolerances[tolerance]
-    a, e = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    if a.shape != e.shape:
-        return Comparison(
-            path.id, tolerance, f"{where} ({a.size} values for {e.size})", a.size, math.inf, 0.0, None, False
-        )
-    difference, allowed = np.abs(a - e), limits.atol + limits.rtol * np.abs(e)
-    worst = int(np.argmax(np.nan_to_num(difference / allowed, nan=np.inf))) if a.size else 0
-    cosine = _cosine(a, e) if limits.min_cosine is not None and a.size > 1 else None
-    aligned = cosine is None or cosine >= (limits.min_cosine or -1.0)
+    result = measure(actual, expected, dataclasses.asdict(limits))
+    where = where if len(actual) == len(expected) else f"{where} ({len(actual)} values for {len(expected)})"
     return Comparison(
         path=path.id,
         tolerance=tolerance,
         where=where,
-        values=a.size,
-        difference=float(difference.flat[worst]) if a.size else 0.0,
-        allowed=float(allowed.flat[worst]) if a.size else 0.0,
-        cosine=cosine,
-        passed=bool(np.all(difference <= allowed)) and aligned,
+        values=len(actual),
+        difference=result.difference,
+        allowed=result.allowed,
+        cosine=result.cosine,
+        passed=result.passed and not any(math.isnan(value) for value in expected),
     )
 
 
 def recorded(name: str) -> dict[str, Any]:
     """The recorded numbers of `recorded/<name>.json`, each with its source."""
     return json.loads((RECORDED / f"{name}.json").read_text())
-
-
-def _cosine(a: np.ndarray, e: np.ndarray) -> float | None:
-    """The cosine of two vectors; None where one of them is all zero."""
-    scale = float(np.linalg.norm(a) * np.linalg.norm(e))
-    return float(a.ravel() @ e.ravel()) / scale if scale > 0 else None

@@ -1,0 +1,1 @@
+"""What holds an implementation to its definition: the comparator of every obligation and of every preflight."""
