@@ -53,12 +53,12 @@ def test_the_room_for_an_episode(tmp_path: Path, tau_bench_dir: Path, turns: int
     from paritygate.retail import load as load_retail
 
     spec = experiment(tmp_path, rollout={"max_turns": turns, "max_tokens_per_turn": tokens})
-    room = forecast.room(spec, load_retail(tau_bench_dir))
-    assert room.renderer == "qwen3.5"
-    assert room.prompt is not None
-    assert 4_200 < room.prompt < 4_500  # the policy and 16 tools; a few tokens depend on how tools are written
-    assert room.left == 8192 - room.prompt
-    assert room.fits is fits
+    budget = forecast.episode_budget(spec, load_retail(tau_bench_dir))
+    assert budget.renderer == "qwen3.5"
+    assert budget.prompt is not None
+    assert 4_200 < budget.prompt < 4_500  # the policy and 16 tools; a few tokens depend on how tools are written
+    assert budget.left == 8192 - budget.prompt
+    assert budget.fits is fits
 
 
 def test_a_policy_whose_tokenizer_the_service_has_is_counted_later(tmp_path: Path, tau_bench_dir: Path):
@@ -66,8 +66,8 @@ def test_a_policy_whose_tokenizer_the_service_has_is_counted_later(tmp_path: Pat
 
     local = load(spec_folder() / "sdpo-local.json")
     assert isinstance(local, Experiment)
-    room = forecast.room(local, load_retail(tau_bench_dir))
-    assert (room.prompt, room.left, room.fits) == (None, None, None)
+    budget = forecast.episode_budget(local, load_retail(tau_bench_dir))
+    assert (budget.prompt, budget.left, budget.fits) == (None, None, None)
 
 
 def test_the_plan_names_every_phase_that_applies(tmp_path: Path):

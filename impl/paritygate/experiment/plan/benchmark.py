@@ -79,8 +79,8 @@ def _indices(selection: TaskSelection) -> tuple[int, ...]:
     return selection.indices(SPLIT_SIZES[selection.split])
 
 
-def _among(found: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    return sorted(set(found) & set(chosen))
+def _among(tasks: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    return sorted(set(tasks) & set(chosen))
 
 
 def _pairs(pairs: Sequence[Sequence[int]]) -> str:

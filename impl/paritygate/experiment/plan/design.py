@@ -69,23 +69,23 @@ def context_lines(exp: Experiment, source: "Source") -> tuple[str, ...]:
     return (rule,) if rule else ()
 
 
-def room_lines(exp: Experiment, space: forecast.Room) -> tuple[str, ...]:
+def episode_budget_lines(exp: Experiment, budget: forecast.EpisodeBudget) -> tuple[str, ...]:
     """Whether an episode fits, in sentences."""
     rollout = exp.protocol.rollout
     worst = (
         f"{rollout.max_turns} turns of up to {rollout.max_tokens_per_turn} tokens can sample "
-        f"{space.sampled_at_most:,}, tool outputs and user messages not counted"
+        f"{budget.sampled_at_most:,}, tool outputs and user messages not counted"
     )
-    if space.prompt is None or space.left is None:
+    if budget.prompt is None or budget.left is None:
         return (
             f"The tokenizer of {exp.base_model} comes with the service: the service preflight counts the prompt "
-            f"({exp.protocol.context.kind} context) against max_seq_len {space.max_seq_len:,}.",
+            f"({exp.protocol.context.kind} context) against max_seq_len {budget.max_seq_len:,}.",
             worst[0].upper() + worst[1:] + ".",
         )
-    fits = "they fit" if space.fits else "more than there is room for, so an episode can end at the sequence limit"
+    fits = "they fit" if budget.fits else "more than there is room for, so an episode can end at the sequence limit"
     return (
-        f"The {exp.protocol.context.kind} policy with its tools, rendered for {space.renderer}, takes {space.prompt:,} "
-        f"tokens; max_seq_len {space.max_seq_len:,} leaves {space.left:,} for an episode.",
+        f"The {exp.protocol.context.kind} policy with its tools, rendered for {budget.renderer}, takes "
+        f"{budget.prompt:,} tokens; max_seq_len {budget.max_seq_len:,} leaves {budget.left:,} for an episode.",
         f"{worst}: {fits}.",
         "A teacher context holds the policy and the feedback block before the episode: over the limit the block is "
         "shortened (sibling first, from its start), never the episode. Both shares are metrics of every step.",

@@ -21,7 +21,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class EpisodeBudget:
     """Tokens of the prompt before an episode, what is left of `max_seq_len`, and what an episode could need.
 
     `prompt` is None where the tokenizer of the policy is known to the service only.
@@ -85,14 +85,14 @@ def asked(exp: Experiment) -> tuple[Asked, ...]:
     return tuple(rows)
 
 
-def room(exp: Experiment, source: "Source | None") -> Room:
+def episode_budget(exp: Experiment, source: "Source | None") -> EpisodeBudget:
     """The room for an episode, counted with the policy's own renderer where its vocabulary ships with a package."""
     rollout = exp.protocol.rollout
     sampled = rollout.max_turns * rollout.max_tokens_per_turn
     counted = _prompt_tokens(exp, source) if source is not None else None
     prompt, name = counted if counted is not None else (None, exp.protocol.renderer)
     left = None if prompt is None else exp.max_seq_len - prompt
-    return Room(exp.max_seq_len, prompt, left, sampled, name)
+    return EpisodeBudget(exp.max_seq_len, prompt, left, sampled, name)
 
 
 def _prompt_tokens(exp: Experiment, source: "Source") -> tuple[int, str] | None:

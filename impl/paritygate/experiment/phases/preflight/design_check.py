@@ -3,7 +3,7 @@
 import dataclasses
 
 from paritygate.experiment.plan import benchmark, forecast
-from paritygate.experiment.plan.design import context_lines, design_checks, design_lines, room_lines
+from paritygate.experiment.plan.design import context_lines, design_checks, design_lines, episode_budget_lines
 from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.state import State
 
@@ -12,10 +12,10 @@ async def design_check(state: State) -> Decided:
     """What the decision can show at this n, the benchmark's defects and the room for an episode; never stops a run."""
     exp, source = state.exp, state.source
     checks = design_checks(exp)
-    data, space = benchmark.facts_of(exp, source), forecast.room(exp, source)
+    data, budget = benchmark.facts_of(exp, source), forecast.episode_budget(exp, source)
     primary, n = checks["primary"], exp.eval.n_examples
     lines = design_lines(exp, checks)
-    notes = (*benchmark.lines_of(exp, data), *context_lines(exp, source), *room_lines(exp, space))
+    notes = (*benchmark.lines_of(exp, data), *context_lines(exp, source), *episode_budget_lines(exp, budget))
     for line in (*lines, *notes):
         state.progress.line(f"      {line}")
     return Decided(
@@ -27,7 +27,7 @@ async def design_check(state: State) -> Decided:
             "notes": list(notes),
             "criteria": {name: check.to_json() for name, check in checks.items()},
             "benchmark": data,
-            "room": dataclasses.asdict(space),
+            "room": dataclasses.asdict(budget),
             "asked": [dataclasses.asdict(row) for row in forecast.asked(exp)],
         },
     )
