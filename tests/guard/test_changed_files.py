@@ -1,4 +1,4 @@
-"""Kinds 1 to 5, 7 and 14: what is on disk is not what parity was shown for. Each attack is made, each is refused."""
+"""What is on disk is not what parity was shown for: each attack is made, each is refused. Kinds: README.md here."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Kinds 6, 8 to 12 and 15: sessions that look like proof and are none. Each is run for real; none leaves a receipt."""
+"""Sessions that look like proof and are none, each run for real; none leaves a receipt. Kinds: README.md here."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Kind 16: a forged receipt with a consistent name. Only showing parity again, or a signature, can tell."""
+"""A forged receipt with a consistent name: only parity shown again, or a signature, can tell. Kinds: README.md here."""
 
 import hashlib
 import json

@@ -75,7 +75,7 @@ def not_green(tree: Tree, output: str, sentence: str) -> None:
 # What is refused before any session, and narrow sessions ----------------------------------------------------------
 
 
-def test_1_no_receipt_for_a_check_a_local_run_and_the_synthetic_component(real: Tree, tau_bench_dir: Path) -> None:
+def test_no_receipt_for_a_check_a_local_run_and_the_synthetic_component(real: Tree, tau_bench_dir: Path) -> None:
     refused(real, "no parity receipt in")
     refused(real, "no parity receipt in", ("impl/run.py", "--spec", "spec/spod.json"))
     local = ("impl/run.py", "--spec", "spec/sdpo-local.json", "--tau-bench", str(tau_bench_dir))
@@ -84,30 +84,30 @@ def test_1_no_receipt_for_a_check_a_local_run_and_the_synthetic_component(real: 
 
 
 @full
-def test_6_an_edit_during_the_session(real: Tree, tmp_path: Path) -> None:
+def test_an_edit_during_the_session(real: Tree, tmp_path: Path) -> None:
     text = f"def pytest_collection_finish(session):\n    open({str(real.root / LOSS)!r}, 'a').write('# edited')\n"
     output = real.python("-m", "pytest", NARROW, "-p", "attack", **plugin(tmp_path / "attack", text)).stdout
     not_green(real, output, f"{LOSS} was edited during the session")
 
 
 @full
-def test_8_a_single_file(real: Tree) -> None:
+def test_a_single_file(real: Tree) -> None:
     not_green(real, real.python("-m", "pytest", NARROW).stdout, "grpo/")
 
 
-def test_9_python_optimised(real: Tree) -> None:
+def test_python_optimised(real: Tree) -> None:
     refused(real, "python -O removes the assertions", ("-O", *VERIFY))
     refused(real, "python -O removes the assertions", ("-O", "impl/run.py", "--spec", "spec/spod.json"))
 
 
 @full
-def test_10_a_plugin_with_too_few_examples(real: Tree, tmp_path: Path) -> None:
+def test_a_plugin_with_too_few_examples(real: Tree, tmp_path: Path) -> None:
     text = 'import hypothesis\ntype.__setattr__(hypothesis.settings, "max_examples", property(lambda self: 1))\n'
     output = real.python("-m", "pytest", NARROW, "-p", "attack", **plugin(tmp_path / "attack", text)).stdout
     not_green(real, output, "averaging/value has ")
 
 
-def test_11_poisoned_bytecode(real: Tree) -> None:
+def test_poisoned_bytecode(real: Tree) -> None:
     poison(
         real, "impl/paritygate/receipts/parity.py", "if not candidates:", "if True:\n        return None\n    if True:"
     )
@@ -115,7 +115,7 @@ def test_11_poisoned_bytecode(real: Tree) -> None:
     refused(real, "no parity receipt in", (*VERIFY, "--spec", "spec/sdpo-local.json"))
 
 
-def test_12_paritygate_from_outside_the_tree(real: Tree, tmp_path: Path) -> None:
+def test_paritygate_from_outside_the_tree(real: Tree, tmp_path: Path) -> None:
     elsewhere = real.copy(tmp_path / "elsewhere").root / "impl"
     (elsewhere / "sitecustomize.py").write_text(
         f"import sys\nsys.path.insert(0, {str(elsewhere)!r})\nimport paritygate\n"
@@ -126,7 +126,7 @@ def test_12_paritygate_from_outside_the_tree(real: Tree, tmp_path: Path) -> None
 
 
 @full
-def test_15_workers_and_reruns(real: Tree) -> None:
+def test_workers_and_reruns(real: Tree) -> None:
     for flags, sentence in (
         (("-n", "1"), "spread over workers, whose comparisons are not merged"),
         (("--reruns", "1"), "failing tests would have been run again"),
@@ -154,14 +154,14 @@ def test_the_tree_is_accepted_fast_and_in_another_clone(green: Tree, tmp_path: P
 
 
 @full
-def test_2_another_torch_device_or_precision(green: Tree, tmp_path: Path) -> None:
+def test_another_torch_device_or_precision(green: Tree, tmp_path: Path) -> None:
     refused(green, "torch is 9.9.9 here", PYTHONPATH=fake_torch(tmp_path / "a", "9.9.9", "None"))
     refused(green, "matmul_precision is", TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1")
     refused(green, "no parity receipt for device cuda", (*VERIFY, "--device", "cuda"))
 
 
 @full
-def test_3_4_5_7_14_what_is_on_the_disk(green: Tree, tmp_path: Path) -> None:
+def test_edited_added_deleted_hidden_and_linked_files_and_a_cut_receipt(green: Tree, tmp_path: Path) -> None:
     def undo() -> None:
         green.git("checkout", "-q", "--", ".")
 
@@ -192,7 +192,7 @@ def test_3_4_5_7_14_what_is_on_the_disk(green: Tree, tmp_path: Path) -> None:
 
 
 @full
-def test_500_bytes_flipped_anywhere(green: Tree) -> None:
+def test_bytes_flipped_anywhere(green: Tree) -> None:
     from paritygate.errors import Refused
     from paritygate.receipts import require_parity
 
@@ -233,7 +233,7 @@ def test_a_finished_run_is_verified_from_the_command_line(green: Tree, tmp_path:
 
 
 @full
-def test_13_two_runs_resumed_at_once(green: Tree, tau_bench_dir: Path) -> None:
+def test_two_runs_resumed_at_once(green: Tree, tau_bench_dir: Path) -> None:
     run = ["impl/run.py", "--spec", "spec/sdpo-local.json", "--tau-bench", str(tau_bench_dir), "--output", "runs/a"]
     first = green.python(*run, "--until", "design_check", "--quiet")
     assert first.returncode == 0, first
@@ -248,7 +248,7 @@ def test_13_two_runs_resumed_at_once(green: Tree, tau_bench_dir: Path) -> None:
 
 
 @full
-def test_16_a_forged_receipt_and_a_run_against_a_service(green: Tree, tau_bench_dir: Path) -> None:
+def test_a_forged_receipt_and_a_run_against_a_service(green: Tree, tau_bench_dir: Path) -> None:
     (own,) = green.receipts()
     shown = read_parity_receipt(own)
     own.unlink()

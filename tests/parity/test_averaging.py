@@ -42,7 +42,7 @@ def packed(values: list[list[list[float]]], dtype: str, device: str) -> tuple[to
 def test_value_and_gradient(losses: Any, device: str, dtype: str) -> None:
     @settings(max_examples=25)
     @given(batches(dtype))
-    def holds(values: list[list[list[float]]]) -> None:
+    def value_and_gradient_are_the_three_level_mean_s(values: list[list[list[float]]]) -> None:
         flat, action_index, episode_index = packed(values, dtype, device)
         flat.requires_grad_()
         mean = losses.averaging.three_level_mean(flat, action_index, episode_index)
@@ -51,18 +51,18 @@ def test_value_and_gradient(losses: Any, device: str, dtype: str) -> None:
         weights = [1 / (len(action) * len(ep) * len(values)) for ep in values for action in ep for _ in action]
         compare("averaging/gradient", gradient, weights, dtype=dtype)
 
-    holds()
+    value_and_gradient_are_the_three_level_mean_s()
 
 
 @pytest.mark.obligation("averaging/oracle")
 def test_reference_against_sixty_digits() -> None:
     @settings(max_examples=60)
     @given(batches("float64"))
-    def holds(values: list[list[list[float]]]) -> None:
+    def the_reference_has_sixty_digits_value(values: list[list[list[float]]]) -> None:
         exact = mp.fsum(
             mp.fsum(mp.fsum(oracle.numbers(action)) / len(action) for action in episode) / mpf(len(episode))
             for episode in values
         ) / len(values)
         compare("averaging/oracle", reference.three_level_mean(values), float(exact), dtype="float64", oracle="mpmath")
 
-    holds()
+    the_reference_has_sixty_digits_value()

@@ -34,15 +34,15 @@ def groups(draw: st.DrawFn) -> tuple[str, np.ndarray]:
 def test_value(losses: Any, device: str) -> None:
     @settings(max_examples=150)
     @given(groups(), st.sampled_from(["float32", "float64"]))
-    def holds(group: tuple[str, np.ndarray], dtype: str) -> None:
+    def the_mean_of_the_group_is_taken_off(group: tuple[str, np.ndarray], dtype: str) -> None:
         regime, rewards = group
         rewards = rewards if regime == "large" else rounded(rewards, dtype)
-        given_as = "float64" if regime == "large" else dtype
-        actual = losses.grpo.group_mean_advantage(torch.tensor(rewards, dtype=getattr(torch, given_as), device=device))
+        inputs = "float64" if regime == "large" else dtype
+        actual = losses.grpo.group_mean_advantage(torch.tensor(rewards, dtype=getattr(torch, inputs), device=device))
         expected = [reference.group_mean_advantage(row) for row in rewards]
         compare("grpo/value", actual, expected, dtype="float64", regime=regime)
 
-    holds()
+    the_mean_of_the_group_is_taken_off()
 
 
 @pytest.mark.obligation("grpo/equal_rewards")
@@ -59,7 +59,7 @@ def test_equal_rewards_are_exact_zeros(losses: Any, device: str) -> None:
 def test_reference_against_sixty_digits() -> None:
     @settings(max_examples=60)
     @given(groups())
-    def holds(group: tuple[str, np.ndarray]) -> None:
+    def the_reference_has_sixty_digits_value(group: tuple[str, np.ndarray]) -> None:
         for row in group[1]:
             exact = oracle.numbers(row)
             mean = mp.fsum(exact) / len(exact)
@@ -67,4 +67,4 @@ def test_reference_against_sixty_digits() -> None:
             actual = reference.group_mean_advantage(row)
             compare("grpo/oracle", actual, expected, dtype="float64", oracle="mpmath")
 
-    holds()
+    the_reference_has_sixty_digits_value()

@@ -33,7 +33,7 @@ def batches(draw: st.DrawFn, dtype: str) -> tuple[np.ndarray, np.ndarray, np.nda
 def test_value_and_gradient(losses: Any, device: str, dtype: str) -> None:
     @settings(max_examples=50)
     @given(batches(dtype))
-    def holds(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    def value_and_gradient_are_the_reference_s(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         new, old, advantages = batch
         hidden = advantages == 0.0  # what is not an action is not read
         logprobs = tensor(np.where(hidden, np.nan, new), dtype, device).requires_grad_()
@@ -45,7 +45,7 @@ def test_value_and_gradient(losses: Any, device: str, dtype: str) -> None:
         slopes = [reference.importance_sampling_grad(*row) for row in rows]
         compare("policy_gradient/gradient", torch.autograd.grad(loss, logprobs)[0], slopes, dtype=dtype)
 
-    holds()
+    value_and_gradient_are_the_reference_s()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,21 +53,21 @@ def test_value_and_gradient(losses: Any, device: str, dtype: str) -> None:
 def test_closed_form_gradient(losses: Any, device: str, dtype: str) -> None:
     @settings(max_examples=30)
     @given(batches(dtype))
-    def holds(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    def the_closed_form_is_the_gradient(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         hidden = batch[2] == 0.0
-        given_as = np.where(hidden, np.nan, batch[0]), np.where(hidden, np.inf, batch[1]), batch[2]
-        closed = losses.policy_gradient.importance_sampling_grad(*(tensor(part, dtype, device) for part in given_as))
+        inputs = np.where(hidden, np.nan, batch[0]), np.where(hidden, np.inf, batch[1]), batch[2]
+        closed = losses.policy_gradient.importance_sampling_grad(*(tensor(part, dtype, device) for part in inputs))
         slopes = [reference.importance_sampling_grad(*row) for row in zip(*batch, strict=True)]
         compare("policy_gradient/closed_form", closed, slopes, dtype=dtype)
 
-    holds()
+    the_closed_form_is_the_gradient()
 
 
 @pytest.mark.obligation("policy_gradient/oracle")
 def test_reference_against_sixty_digits() -> None:
     @settings(max_examples=60)
     @given(batches("float64"))
-    def holds(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    def the_reference_has_sixty_digits_value_and_gradient(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         for new, old, advantages in zip(*batch, strict=True):
             columns = zip(*(oracle.numbers(row) for row in (new, old, advantages)), strict=True)
             terms = [-mp.exp(x - y) * a for x, y, a in columns]
@@ -76,4 +76,4 @@ def test_reference_against_sixty_digits() -> None:
             slopes = reference.importance_sampling_grad(new, old, advantages)
             compare("policy_gradient/oracle", slopes, oracle.as_floats(terms), dtype="float64", oracle="mpmath")
 
-    holds()
+    the_reference_has_sixty_digits_value_and_gradient()

@@ -27,7 +27,9 @@ def as_rows(*arrays: np.ndarray) -> list[tuple[np.ndarray, ...]]:
 def test_token_advantage(losses: Any, device: str, dtype: str) -> None:
     @settings(max_examples=50)
     @given(logprob_rows(dtype), st.sampled_from([5.0, 0.3, 1e6]))
-    def holds(rows: tuple[np.ndarray, np.ndarray, np.ndarray], clip: float) -> None:
+    def advantages_are_clipped_differences_on_the_mask(
+        rows: tuple[np.ndarray, np.ndarray, np.ndarray], clip: float
+    ) -> None:
         teacher, student, mask = rows
         hidden = mask == 0
         actual = losses.sdpo.token_advantage(
@@ -39,7 +41,7 @@ def test_token_advantage(losses: Any, device: str, dtype: str) -> None:
         expected = [reference.token_advantage(*row, clip=clip) for row in as_rows(teacher, student, mask)]
         compare("sdpo/token_advantage", actual.reshape(-1, mask.shape[-1]), expected, dtype=dtype)
 
-    holds()
+    advantages_are_clipped_differences_on_the_mask()
 
 
 @pytest.mark.obligation("sdpo/sequence_advantage")
@@ -47,7 +49,7 @@ def test_token_advantage(losses: Any, device: str, dtype: str) -> None:
 def test_sequence_advantage(losses: Any, device: str, dtype: str) -> None:
     @settings(max_examples=40)
     @given(logprob_rows(dtype))
-    def holds(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    def each_sequence_has_its_mean_difference(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         teacher, student, mask = rows
         teacher = np.where(teacher == -np.inf, student, teacher)
         hidden = mask == 0
@@ -59,7 +61,7 @@ def test_sequence_advantage(losses: Any, device: str, dtype: str) -> None:
         expected = [reference.sequence_advantage(*row) for row in as_rows(teacher, student, mask)]
         compare("sdpo/sequence_advantage", actual.reshape(-1, mask.shape[-1]), expected, dtype=dtype)
 
-    holds()
+    each_sequence_has_its_mean_difference()
 
 
 @pytest.mark.obligation("sdpo/hybrid_advantage")
@@ -102,14 +104,14 @@ def test_select_sibling(losses: Any) -> None:
 
     @settings(max_examples=200)
     @given(group, st.sampled_from([0.8, 0.5, 0.0]), st.sampled_from(["best", "first"]))
-    def holds(drawn: tuple[list[float | None], int], threshold: float, rule: str) -> None:
+    def the_sibling_is_the_reference_s(drawn: tuple[list[float | None], int], threshold: float, rule: str) -> None:
         scores, index = drawn
         actual = losses.sdpo.select_sibling(scores, index, threshold=threshold, rule=rule)
         expected = reference.select_sibling(scores, index, threshold=threshold, rule=rule)
         numbers = [-1 if i is None else i for i in (actual, expected)]
         compare("sdpo/sibling", *numbers, dtype="int64", where=f"{scores}, {index}, {threshold}, {rule}")
 
-    holds()
+    the_sibling_is_the_reference_s()
 
 
 def refuses(advantage: Any, *rows: Any) -> bool:
@@ -129,10 +131,10 @@ def test_what_is_no_logprob_is_refused_where_it_is_read_and_ignored_elsewhere(lo
             rows: list[list[Any]] = [[-1.0, -2.0], [-1.5, -1.0]]
             rows[who][0] = value
             expected = refuses(getattr(reference, name), *rows, [read, 1])
-            given_as = [[tensor([np.nan if v is None else v for v in row], "float64", device) for row in rows], rows]
+            inputs = [[tensor([np.nan if v is None else v for v in row], "float64", device) for row in rows], rows]
             if device != "cpu":
-                given_as.pop()  # lists live on the CPU
-            for pair in given_as:
+                inputs.pop()  # lists live on the CPU
+            for pair in inputs:
                 actual = refuses(getattr(losses.sdpo, name), *pair, torch.tensor([read, 1], device=pair_device(pair)))
                 where = f"{name}, {value} as {('teacher', 'student')[who]}, mask {read}"
                 compare("sdpo/refusal", actual, expected, dtype="float64", where=where)
@@ -173,13 +175,13 @@ def check_logit_case(losses: Any, device: str, case: LogitCase) -> None:
     assert (loss is None) == (expected is None), f"{case.options}: refused by one side alone"
     if expected is None:
         return
-    about = {"dtype": case.dtype, "regime": case.regime, "where": str(case.options)}
-    compare("sdpo/logit_loss", loss, expected, **about)
+    labels = {"dtype": case.dtype, "regime": case.regime, "where": str(case.options)}
+    compare("sdpo/logit_loss", loss, expected, **labels)
     if np.isfinite(expected):
         slopes = reference.logit_loss_grad(**case.reference())
         scale = loss_scale(slopes) if case.dtype == "float16" else 1.0
         (gradient,) = torch.autograd.grad(loss * scale, arguments["student_logits"])
-        compare("sdpo/logit_gradient", gradient.double() / scale, slopes, **about)
+        compare("sdpo/logit_gradient", gradient.double() / scale, slopes, **labels)
 
 
 def loss_scale(slopes: np.ndarray) -> float:
@@ -197,10 +199,10 @@ def loss_scale(slopes: np.ndarray) -> float:
 def test_logit_loss(losses: Any, device: str, dtype: str, regime: str) -> None:
     @settings(max_examples=60)
     @given(logit_cases(dtype, regime))
-    def holds(case: LogitCase) -> None:
+    def value_and_gradient_are_the_reference_s(case: LogitCase) -> None:
         check_logit_case(losses, device, case)
 
-    holds()
+    value_and_gradient_are_the_reference_s()
 
 
 @pytest.mark.obligation("sdpo/logit_loss", "sdpo/logit_gradient")
@@ -209,13 +211,13 @@ def test_logit_loss(losses: Any, device: str, dtype: str, regime: str) -> None:
 def test_logit_loss_of_a_large_vocabulary(losses: Any, device: str, dtype: str, regime: str) -> None:
     @settings(max_examples=3)
     @given(logit_cases(dtype, regime, vocabularies=(50_021,)))
-    def holds(case: LogitCase) -> None:
+    def value_and_gradient_are_the_reference_s(case: LogitCase) -> None:
         case.student, case.teacher, case.mask = case.student[:1, :2], case.teacher[:1, :2], case.mask[:1, :2]
         case.ratio = None if case.ratio is None else case.ratio[:1, :2]
         case.mask[0, 0] = 1
         check_logit_case(losses, device, case)
 
-    holds()
+    value_and_gradient_are_the_reference_s()
 
 
 def two_and_a_tail(kept: float, tail: float) -> np.ndarray:
@@ -235,11 +237,11 @@ def test_tails_around_the_cap(losses: Any, device: str, divergence: str) -> None
         student, teacher, read = two_and_a_tail(0.7, own), two_and_a_tail(0.4, others), np.ones((1, 1), dtype=np.int64)
         check_logit_case(losses, device, LogitCase("float64", "ordinary", student, teacher, read, None, options))
         value, slopes = oracle.logit_rows(student, teacher, read == 1, options)[0, 0]
-        about = {"dtype": "float64", "oracle": "mpmath", "where": f"{divergence}, tails {own:g} and {others:g}"}
+        labels = {"dtype": "float64", "oracle": "mpmath", "where": f"{divergence}, tails {own:g} and {others:g}"}
         expected = reference.logit_loss(student, teacher, read, **options)
-        compare("sdpo/oracle", expected, oracle.as_floats(value), **about)
+        compare("sdpo/oracle", expected, oracle.as_floats(value), **labels)
         gradient = reference.logit_loss_grad(student, teacher, read, **options)
-        compare("sdpo/oracle", gradient[0, 0], oracle.as_floats(slopes), **about)
+        compare("sdpo/oracle", gradient[0, 0], oracle.as_floats(slopes), **labels)
 
 
 @pytest.mark.obligation("sdpo/oracle")
@@ -247,7 +249,7 @@ def test_tails_around_the_cap(losses: Any, device: str, divergence: str) -> None
 def test_reference_against_sixty_digits(regime: str) -> None:
     @settings(max_examples=30)
     @given(logit_cases("float64", regime, vocabularies=(2, 3, 5)))
-    def holds(case: LogitCase) -> None:
+    def the_reference_has_sixty_digits_value_and_gradient(case: LogitCase) -> None:
         expected = outcome(reference.logit_loss, case.reference())
         if expected is None:
             return
@@ -256,24 +258,24 @@ def test_reference_against_sixty_digits(regime: str) -> None:
         read = {at: value for at, (value, _) in rows.items() if weight[at] != 0.0}
         values = {at: value if at in read else 0 for at, (value, _) in rows.items()}
         exact = oracle.aggregate(values, weight, case.options["aggregation"])
-        about = {"dtype": "float64", "regime": case.regime, "oracle": "mpmath", "where": str(case.options)}
-        compare("sdpo/oracle", expected, oracle.as_floats(exact), **about)
+        labels = {"dtype": "float64", "regime": case.regime, "oracle": "mpmath", "where": str(case.options)}
+        compare("sdpo/oracle", expected, oracle.as_floats(exact), **labels)
         if not np.isfinite(expected):
             return
         gradient = reference.logit_loss_grad(**case.reference())
         for at in read:
             share = oracle.aggregate({other: int(other == at) for other in rows}, weight, case.options["aggregation"])
             slopes = oracle.as_floats([share * slope for slope in rows[at][1]])
-            compare("sdpo/oracle", gradient[at], slopes, **about)
+            compare("sdpo/oracle", gradient[at], slopes, **labels)
 
-    holds()
+    the_reference_has_sixty_digits_value_and_gradient()
 
 
 @pytest.mark.obligation("sdpo/oracle")
 def test_advantages_against_sixty_digits() -> None:
     @settings(max_examples=40)
     @given(logprob_rows("float64", batched=False))
-    def holds(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    def the_reference_has_sixty_digits_advantages(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         teacher, student, mask = rows
         pairs = zip(oracle.numbers(teacher), oracle.numbers(student), mask, strict=True)
         exact = [max(min(q - p, 5), -5) * int(m) for q, p, m in pairs]
@@ -286,7 +288,7 @@ def test_advantages_against_sixty_digits() -> None:
             actual = reference.sequence_advantage(teacher, student, mask)
             compare("sdpo/oracle", actual, broadcast, dtype="float64", oracle="mpmath")
 
-    holds()
+    the_reference_has_sixty_digits_advantages()
 
 
 @pytest.mark.obligation("sdpo/enumeration")
@@ -332,7 +334,7 @@ def test_service_weights_have_the_gradient_of_the_divergence(losses: Any, device
 
     @settings(max_examples=80)
     @given(logit_cases("float64", regime))
-    def holds(case: LogitCase) -> None:
+    def the_weighted_cross_entropy_has_the_divergence_s_gradient(case: LogitCase) -> None:
         options, vocabulary = case.options, case.student.shape[-1]
         top_k = options["top_k"] or vocabulary
         student, teacher = case.student[0, :1], case.teacher[0, :1]
@@ -345,15 +347,15 @@ def test_service_weights_have_the_gradient_of_the_divergence(losses: Any, device
         cross_entropy = -(weights * leaf.log_softmax(-1)[:, kept]).sum()
         (gradient,) = torch.autograd.grad(cross_entropy, leaf)
         dropping = options["tail"] and float(np.delete(softmax(student[0]), kept).sum()) < 1e-6
-        about = {"regime": case.regime, "where": f"{chosen}, top_k={top_k}, tail={options['tail']}"}
-        compare("sdpo/service_weights", dropped, [dropping], dtype="float64", **about)
+        labels = {"regime": case.regime, "where": f"{chosen}, top_k={top_k}, tail={options['tail']}"}
+        compare("sdpo/service_weights", dropped, [dropping], dtype="float64", **labels)
         tail = options["tail"] and not dropping
         expected = reference.logit_loss_grad(
             student[None], teacher[None], np.ones((1, 1)), top_k=top_k, tail=tail, **chosen
         )
-        compare("sdpo/service_weights", gradient[None], expected, dtype="float64", **about)
+        compare("sdpo/service_weights", gradient[None], expected, dtype="float64", **labels)
 
-    holds()
+    the_weighted_cross_entropy_has_the_divergence_s_gradient()
 
 
 SERVICE_ROWS = [

@@ -35,20 +35,20 @@ def flat(ragged: list[list[Any]]) -> list[Any]:
 def test_packed(losses: Any, device: str, dtype: str, regime: str) -> None:
     @settings(max_examples=50)
     @given(spod_cases(dtype, regime))
-    def holds(case: SpodCase) -> None:
+    def loss_parts_and_gradient_are_the_reference_s(case: SpodCase) -> None:
         expected, gates, slopes = expected_of(case)
         arguments = case.arguments(device)
         arguments["student_logits"].requires_grad_()
         result = losses.spod.success_preserving_loss(**arguments)
-        about = {"dtype": case.dtype, "regime": case.regime}
+        labels = {"dtype": case.dtype, "regime": case.regime}
         compare("spod/gate", result.gate, gates, dtype=case.dtype)
-        compare("spod/loss", result.loss, expected.loss, **about)
+        compare("spod/loss", result.loss, expected.loss, **labels)
         for part in PARTS:
-            compare("spod/parts", getattr(result, part), flat(getattr(expected, part)), where=part, **about)
+            compare("spod/parts", getattr(result, part), flat(getattr(expected, part)), where=part, **labels)
         (gradient,) = torch.autograd.grad(result.loss, arguments["student_logits"])
-        compare("spod/gradient", gradient, slopes, **about)
+        compare("spod/gradient", gradient, slopes, **labels)
 
-    holds()
+    loss_parts_and_gradient_are_the_reference_s()
 
 
 @pytest.mark.obligation("spod/loss", "spod/parts", "spod/gradient")
@@ -57,16 +57,16 @@ def test_packed(losses: Any, device: str, dtype: str, regime: str) -> None:
 def test_packed_of_a_large_vocabulary(losses: Any, device: str, dtype: str, regime: str) -> None:
     @settings(max_examples=3)
     @given(spod_cases(dtype, regime, vocabularies=(1000, 4097, 20_011)))
-    def holds(case: SpodCase) -> None:
+    def loss_parts_and_gradient_are_the_reference_s(case: SpodCase) -> None:
         expected, _, slopes = expected_of(case)
         result, gradient = losses.spod.success_preserving_loss_and_grad(**case.arguments(device))
-        about = {"dtype": case.dtype, "regime": case.regime}
-        compare("spod/loss", result.loss, expected.loss, **about)
+        labels = {"dtype": case.dtype, "regime": case.regime}
+        compare("spod/loss", result.loss, expected.loss, **labels)
         for part in PARTS:
-            compare("spod/parts", getattr(result, part), flat(getattr(expected, part)), where=part, **about)
-        compare("spod/gradient", gradient, slopes, **about)
+            compare("spod/parts", getattr(result, part), flat(getattr(expected, part)), where=part, **labels)
+        compare("spod/gradient", gradient, slopes, **labels)
 
-    holds()
+    loss_parts_and_gradient_are_the_reference_s()
 
 
 @pytest.mark.obligation("spod/in_place")
@@ -75,19 +75,19 @@ def test_packed_of_a_large_vocabulary(losses: Any, device: str, dtype: str, regi
 def test_without_autograd_and_in_place(losses: Any, device: str, dtype: str, regime: str) -> None:
     @settings(max_examples=15)
     @given(spod_cases(dtype, regime))
-    def holds(case: SpodCase) -> None:
+    def each_form_of_the_gradient_is_the_reference_s(case: SpodCase) -> None:
         expected, _, slopes = expected_of(case)
-        about = {"dtype": case.dtype, "regime": case.regime}
+        labels = {"dtype": case.dtype, "regime": case.regime}
         for form in ("fresh", "out", "in place"):
             arguments = case.arguments(device)
             logits = arguments["student_logits"]
             out = {"fresh": None, "out": torch.full_like(logits, torch.nan), "in place": logits}[form]
             result, gradient = losses.spod.success_preserving_loss_and_grad(**arguments, out=out)
             assert out is None or gradient.data_ptr() == out.data_ptr(), f"{form}: another tensor came back"
-            compare("spod/in_place", result.loss, expected.loss, where=f"{form}, loss", **about)
-            compare("spod/in_place", gradient, slopes, where=f"{form}, gradient", **about)
+            compare("spod/in_place", result.loss, expected.loss, where=f"{form}, loss", **labels)
+            compare("spod/in_place", gradient, slopes, where=f"{form}, gradient", **labels)
 
-    holds()
+    each_form_of_the_gradient_is_the_reference_s()
 
 
 def padded(case: SpodCase, device: str, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
@@ -120,19 +120,19 @@ def padded(case: SpodCase, device: str, rng: np.random.Generator) -> tuple[dict[
 def test_padded(losses: Any, device: str, dtype: str, regime: str) -> None:
     @settings(max_examples=12)
     @given(spod_cases(dtype, regime, vocabularies=(2, 7)))
-    def holds(case: SpodCase) -> None:
+    def the_padded_form_is_the_reference_s(case: SpodCase) -> None:
         expected, _, slopes = expected_of(case)
         arguments, mask = padded(case, device, np.random.default_rng(case.student.size))
         arguments["student_logits"].requires_grad_()
         result = losses.spod.success_preserving_loss_padded(**arguments)
         (gradient,) = torch.autograd.grad(result.loss, arguments["student_logits"])
-        about = {"dtype": case.dtype, "regime": case.regime}
-        compare("spod/padded", result.loss, expected.loss, **about)
-        compare("spod/padded", gradient.cpu()[torch.tensor(mask == 1)], slopes, **about)
+        labels = {"dtype": case.dtype, "regime": case.regime}
+        compare("spod/padded", result.loss, expected.loss, **labels)
+        compare("spod/padded", gradient.cpu()[torch.tensor(mask == 1)], slopes, **labels)
         outside = gradient.cpu()[torch.tensor(mask == 0)]
         assert torch.equal(outside, torch.zeros_like(outside)), "a gradient where nothing is"
 
-    holds()
+    the_padded_form_is_the_reference_s()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,7 +142,7 @@ def test_fused_with_the_head(losses: Any, device: str, dtype: str) -> None:
 
     @settings(max_examples=30)
     @given(spod_cases(dtype, "ordinary", vocabularies=(2, 7, 33)))
-    def holds(case: SpodCase) -> None:
+    def the_fused_form_is_the_reference_s(case: SpodCase) -> None:
         rng = np.random.default_rng(case.student.size)
         rows, vocabulary = case.student.shape
         hidden = [rng.integers(-2, 3, size=(rows, 4)) / 2 for _ in range(2)]
@@ -161,7 +161,7 @@ def test_fused_with_the_head(losses: Any, device: str, dtype: str) -> None:
         compare("spod/fused", gradients[0], slopes @ head[0], dtype=dtype, where="hidden")
         compare("spod/fused", gradients[1], slopes.T @ hidden[0], dtype=dtype, where="head")
 
-    holds()
+    the_fused_form_is_the_reference_s()
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
@@ -171,21 +171,21 @@ def test_service_weights_have_the_gradient_of_the_loss(losses: Any, device: str,
 
     @settings(max_examples=60)
     @given(spod_cases("float64", "ordinary", vocabularies=(5, 33)))
-    def holds(case: SpodCase) -> None:
+    def the_weighted_cross_entropy_has_the_loss_s_gradient(case: SpodCase) -> None:
         rows = np.arange(len(case.actions))
         order = np.argsort(-case.student, axis=-1, kind="stable")
         kept = torch.tensor(order[:, :top_k], device=device)
         sampled = torch.tensor(case.actions, device=device)[:, None]
         leaf = torch.tensor(case.student, device=device, requires_grad=True)
         log_p, log_q = leaf.log_softmax(-1), torch.tensor(case.teacher, device=device).log_softmax(-1)
-        given_as = [x.gather(1, at) for at in (kept, sampled) for x in (log_p, log_q)]
+        inputs = [x.gather(1, at) for at in (kept, sampled) for x in (log_p, log_q)]
         indices = {
             k: v for k, v in case.arguments(device).items() if k not in ("student_logits", "teacher_logits", "actions")
         }
         weights = losses.spod.success_preserving_weights(
-            *given_as[:2], given_as[2][:, 0], given_as[3][:, 0], tail=top_k is not None, **indices
+            *inputs[:2], inputs[2][:, 0], inputs[3][:, 0], tail=top_k is not None, **indices
         )
-        cross_entropy = -(weights.weights * given_as[0]).sum() - (weights.sampled * given_as[2][:, 0]).sum()
+        cross_entropy = -(weights.weights * inputs[0]).sum() - (weights.sampled * inputs[2][:, 0]).sum()
         (gradient,) = torch.autograd.grad(cross_entropy, leaf)
         _, gates, expected = expected_of(case)
         compare("spod/service_weights", weights.gate, gates, dtype="float64", where="gate")
@@ -201,7 +201,7 @@ def test_service_weights_have_the_gradient_of_the_loss(losses: Any, device: str,
                 expected[row] = of_row[row] * sdpo_reference.logit_loss_grad(*pair, np.ones((1, 1)), **options)[0, 0]
         compare("spod/service_weights", gradient, expected, dtype="float64")
 
-    holds()
+    the_weighted_cross_entropy_has_the_loss_s_gradient()
 
 
 @pytest.mark.obligation("spod/tie")
@@ -225,7 +225,7 @@ def test_keeping_the_kl_at_protected_actions_is_told_apart(losses: Any, device: 
 
     @settings(max_examples=60)
     @given(spod_cases("float64", "ordinary"))
-    def holds(case: SpodCase) -> None:
+    def the_sum_of_kl_and_floor_differs(case: SpodCase) -> None:
         case.success[:] = True
         result = losses.spod.success_preserving_loss(**case.arguments(device))
         case.success[:] = False
@@ -241,7 +241,7 @@ def test_keeping_the_kl_at_protected_actions_is_told_apart(losses: Any, device: 
             assert left_out > 0.0
             compare("spod/negative_control", control - float(result.loss), left_out, dtype="float64")
 
-    holds()
+    the_sum_of_kl_and_floor_differs()
 
 
 @pytest.mark.obligation("spod/oracle")
@@ -249,13 +249,13 @@ def test_keeping_the_kl_at_protected_actions_is_told_apart(losses: Any, device: 
 def test_reference_against_sixty_digits(regime: str) -> None:
     @settings(max_examples=20)
     @given(spod_cases("float64", regime, vocabularies=(2, 4)))
-    def holds(case: SpodCase) -> None:
+    def the_reference_has_sixty_digits_loss_gate_and_gradient(case: SpodCase) -> None:
         expected, gates, slopes = expected_of(case)
         exact = oracle.spod(case.episodes(), **case.options)
-        about = {"dtype": "float64", "regime": case.regime, "oracle": "mpmath"}
-        compare("spod/oracle", gates, exact["gate"], **about)
-        compare("spod/oracle", expected.loss, oracle.as_floats(exact["loss"]), **about)
+        labels = {"dtype": "float64", "regime": case.regime, "oracle": "mpmath"}
+        compare("spod/oracle", gates, exact["gate"], **labels)
+        compare("spod/oracle", expected.loss, oracle.as_floats(exact["loss"]), **labels)
         if np.isfinite(expected.loss):
-            compare("spod/oracle", slopes, oracle.as_floats(exact["gradient"]), **about)
+            compare("spod/oracle", slopes, oracle.as_floats(exact["gradient"]), **labels)
 
-    holds()
+    the_reference_has_sixty_digits_loss_gate_and_gradient()

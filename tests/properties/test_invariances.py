@@ -86,7 +86,7 @@ def test_the_vocabulary_has_no_order(case: LogitCase, seed: int) -> None:
 def test_a_constant_added_to_logits_changes_nothing(regime: str) -> None:
     @settings(max_examples=soak(quick=30, full=500))
     @given(logit_cases("float64", regime), st.sampled_from([-3.0, 0.5, 64.0]))
-    def holds(case: LogitCase, constant: float) -> None:
+    def value_and_gradient_stay(case: LogitCase, constant: float) -> None:
         case.student = np.round(case.student * 1024) / 1024  # so that adding is exact
         loss, gradient = value_and_gradient(case)
         case.student = case.student + constant
@@ -94,7 +94,7 @@ def test_a_constant_added_to_logits_changes_nothing(regime: str) -> None:
         torch.testing.assert_close(loss, again, rtol=1e-9, atol=1e-13)
         torch.testing.assert_close(gradient, slopes, rtol=1e-9, atol=1e-13)
 
-    holds()
+    value_and_gradient_stay()
 
 
 @settings(max_examples=soak(quick=30, full=500))
@@ -136,7 +136,7 @@ def test_spod_has_no_order_of_episodes_actions_or_vocabulary(dtype: str) -> None
 
     @settings(max_examples=soak(quick=30, full=500))
     @given(spod_cases(dtype, "ordinary"), st.integers(0, 2**32 - 1))
-    def holds(case: SpodCase, seed: int) -> None:
+    def parts_and_gradient_are_permuted_alike(case: SpodCase, seed: int) -> None:
         rng = np.random.default_rng(seed)
         result, gradient = spod_of(case.arguments("cpu"))
         episodes = rng.permutation(len(case.success))
@@ -160,7 +160,7 @@ def test_spod_has_no_order_of_episodes_actions_or_vocabulary(dtype: str) -> None
         assert torch.equal(result.gate[actions], again.gate)
         torch.testing.assert_close(gradient[rows][:, entries], slopes, **close)
 
-    holds()
+    parts_and_gradient_are_permuted_alike()
 
 
 @settings(max_examples=soak(quick=30, full=500))
