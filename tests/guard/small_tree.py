@@ -184,7 +184,7 @@ def build(root: Path) -> Tree:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     clean = shutil.ignore_patterns("__pycache__")
-    for package in ("receipts", "spec"):
+    for package in ("harness", "receipts", "spec"):
         shutil.copytree(ROOT / "impl/paritygate" / package, root / "impl/paritygate" / package, ignore=clean)
     shutil.copytree(ROOT / "spec/schema", root / "spec/schema")
     spec = {"version": 1, "losses": {}}

@@ -51,15 +51,15 @@ def copy_losses(folder: Path, mutant: Mutant | None) -> None:
         path.write_text(source.replace(old, new))
 
 
-def cases(function: Callable[..., None]) -> Iterator[dict[str, Any]]:
-    """The arguments that its parametrize marks give a test, float64 first: in it torch computes, and no kernel."""
+def cases(function: Callable[..., None], first: str = "float64") -> Iterator[dict[str, Any]]:
+    """The arguments that its parametrize marks give a test, one dtype first: in float64 torch computes, no kernel."""
     axes = []
     for mark in getattr(function, "pytestmark", []):
         if mark.name == "parametrize":
             names = [mark.args[0]] if isinstance(mark.args[0], str) else list(mark.args[0])
             axes.append([dict(zip(names, v if len(names) > 1 else [v], strict=True)) for v in mark.args[1]])
     product = [{key: value for part in c for key, value in part.items()} for c in itertools.product(*axes)]
-    yield from sorted(product, key=lambda arguments: arguments.get("dtype") != "float64")
+    yield from sorted(product, key=lambda arguments: arguments.get("dtype") != first)
 
 
 def tests_of(spec: dict[str, Any], obligations: Sequence[str]) -> Iterator[tuple[Callable[..., None], frozenset[str]]]:
@@ -72,10 +72,10 @@ def tests_of(spec: dict[str, Any], obligations: Sequence[str]) -> Iterator[tuple
                 yield function, frozenset(carried)
 
 
-def judge(folder: Path | None, obligations: Sequence[str], dtypes: Sequence[str] = ()) -> Outcome:
+def judge(folder: Path | None, obligations: Sequence[str], first: str = "float64") -> Outcome:
     """Run the tests of `obligations` on the losses in `folder`, in this process, until something goes red.
 
-    None takes the losses as they are; `dtypes` leaves out the cases of others.
+    None takes the losses as they are; cases of the dtype `first` come first.
     """
     started = time.monotonic()
     hypothesis.settings.register_profile(
@@ -95,9 +95,7 @@ def judge(folder: Path | None, obligations: Sequence[str], dtypes: Sequence[str]
     fixtures = {"losses": losses, "device": "cpu"}
     for function, carried in tests_of(spec, obligations):
         parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
-        for arguments in cases(function):
-            if dtypes and arguments.get("dtype") not in dtypes:
-                continue
+        for arguments in cases(function, first):
             book.current = carried
             try:
                 function(**{name: {**fixtures, **arguments}[name] for name in parameters})
@@ -142,12 +140,12 @@ def of_losses(mutant: Mutant | None, obligations: Sequence[str]) -> Outcome:
 
 
 def of_kernels(library: bytes, number: int, obligations: Sequence[str]) -> Outcome:
-    """Hold the losses over the compiled kernels with mistake `number` (0: none) to `obligations`, in float32."""
+    """Hold the losses over the compiled kernels with mistake `number` (0: none) to `obligations`, float32 first."""
 
     def work() -> Outcome:
         from tests.mutants import kernels
 
         kernels.use(library, number)
-        return judge(None, obligations, dtypes=("float32",))
+        return judge(None, obligations, first="float32")
 
     return forked(work)

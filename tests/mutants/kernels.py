@@ -138,8 +138,11 @@ MUTANTS = (
 )
 
 
-def switched_library() -> bytes:
-    """A library with every mistake, of which a number chooses one; not optimised, for float32 alone: two seconds."""
+def switched_library(*, halves: bool = False) -> bytes:
+    """A library with every mistake, of which a number chooses one; not optimised, for float32 alone: two seconds.
+
+    With `halves` it serves bfloat16 and float16 too.
+    """
     from paritygate.losses.engines import cpp
     from paritygate.native import libraries
 
@@ -152,7 +155,9 @@ def switched_library() -> bytes:
         if texts[file].count(mutant.old) != 1:
             raise ValueError(f"{mutant.name}: {file} holds {mutant.old!r} {texts[file].count(mutant.old)} times")
         texts[file] = texts[file].replace(mutant.old, f"(mistake == {number} ? ({mutant.new}) : ({mutant.old}))")
-    units = {name: re.sub(r"\n    if \(x->dtype == [12]\)[^\n]*", "", text).encode() for name, text in texts.items()}
+    if not halves:
+        texts = {name: re.sub(r"\n    if \(x->dtype == [12]\)[^\n]*", "", text) for name, text in texts.items()}
+    units = {name: text.encode() for name, text in texts.items()}
     return libraries.build((libraries.compiler_command()[0], "-O0"), units)
 
 

@@ -43,7 +43,7 @@ def is_test(mutant: Mutant) -> bool:
 @cache
 def library() -> bytes:
     """The compiled kernels with every mistake, made in another process: this one never imports the losses."""
-    made = forked(kernels.switched_library)
+    made = forked(lambda: kernels.switched_library(halves=True))
     if isinstance(made, Outcome):
         raise RuntimeError(made.words)
     return made
