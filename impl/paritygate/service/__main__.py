@@ -1,6 +1,7 @@
 """`python -m paritygate.service`: hold a Tinker-compatible service to the definitions. The key is in TINKER_API_KEY."""
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -83,9 +84,10 @@ def _run(args: argparse.Namespace) -> int:
     url = checked_url(args.base_url)
     key = os.environ["TINKER_API_KEY"]
     probe(url, key)
+    logging.getLogger("tinker").setLevel(logging.CRITICAL)  # its retries and deprecations are not this report's subject
     connection = Connection(url, key, args.model or "", limit=args.limit)
     lab = Lab(connection, Settings(**settings))
-    models = lab.long.models()
+    models = list(lab.long.models())
     connection.model = args.model or _only_model(models, url)
     report = reports.Report(
         _without_password(url),

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import os
 import queue
-import socket
 import threading
 import time
 import urllib.error
@@ -38,7 +37,11 @@ class Refusal(Exception):  # noqa: N818 - what the service did
 
 
 class Broken(Exception):  # noqa: N818
-    """An answer that the SDK cannot read, or an internal error of the service."""
+    """An answer that the SDK cannot read, or an internal error of the service; `final` where it says so for good."""
+
+    def __init__(self, text: str, *, final: bool = False) -> None:
+        super().__init__(text)
+        self.final = final
 
 
 class NoAnswer(Exception):  # noqa: N818
@@ -217,6 +220,13 @@ def _with_limit(what: str, submit: Callable[[], T], seconds: float) -> T:
     return value
 
 
+def quietly(function: Callable[..., T], *arguments: Any) -> T:
+    """Call what newer SDKs call deprecated, and older ones have nothing else for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*arguments)
+
+
 def _is_future(value: Any) -> bool:
     return hasattr(value, "result") and callable(value.result)
 
@@ -237,7 +247,7 @@ def _classified(what: str, error: Exception) -> Exception:
             return Refusal(text) if code < 500 and code not in RETRYABLE_STATUS else Broken(text)
         if isinstance(one, getattr(tinker, "RequestFailedError", ())):
             category = str(getattr(one, "category", getattr(one, "error_category", "")))
-            return Refusal(text) if "user" in category.lower() else Broken(text)
+            return Refusal(text) if "user" in category.lower() else Broken(text, final=True)
     if type(error).__module__.split(".")[0] == "tinker" or isinstance(error, OSError | TimeoutError):
         return Broken(text)
     if isinstance(error, ValueError | TypeError | AssertionError | NotImplementedError | KeyError):
@@ -283,16 +293,21 @@ class Session:
             with contextlib.suppress(Exception):
                 _with_limit("unload_model", lambda client=client: _unload(client), 5.0)
 
-    def models(self) -> list[str]:
-        """The names that the service reports."""
+    def models(self) -> dict[str, int | None]:
+        """The names that the service reports, each with its context in tokens where that is reported."""
+        # Newer SDKs have it in RestClient, older ones only here.
+        answer = self.connection.call("get_server_capabilities", lambda: quietly(self.service.get_server_capabilities))
+        return {
+            str(model.model_name): getattr(model, "max_context_length", None)
+            for model in answer.supported_models
+            if model.model_name
+        }
 
-        def ask() -> Any:
-            with warnings.catch_warnings():  # newer SDKs have it in RestClient, older ones only here
-                warnings.simplefilter("ignore")
-                return self.service.get_server_capabilities()
-
-        answer = self.connection.call("get_server_capabilities", ask)
-        return [str(model.model_name) for model in answer.supported_models if model.model_name]
+    def checkpoints(self, trainer: "Trainer") -> int:
+        """How many checkpoints the service lists for a training client."""
+        rest = quietly(self.service.create_rest_client)
+        answer = self.connection.call("list_checkpoints", lambda: rest.list_checkpoints(trainer.client.model_id))
+        return len(answer.checkpoints)
 
     def create(self, rank: int, seed: int | None = None, **flags: bool) -> "Trainer":
         """A fresh adapter; flags are train_mlp, train_attn, train_unembed."""
@@ -467,12 +482,7 @@ class Trainer:
         verb = "load_state_with_optimizer" if optimizer else "load_state"
         self.connection.journal.add(f"wait({self.name}.{verb}({PathCode.of(path)}))")
 
-        def load() -> Any:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return getattr(self.client, verb)(path)
-
-        self.connection.call(verb, load)
+        self.connection.call(verb, lambda: quietly(getattr(self.client, verb), path))
 
 
 def _adam(fields: Mapping[str, float]) -> Any:
@@ -529,7 +539,7 @@ class Sampler:
             lambda: self.start(prompt, count, options, params)(),  # noqa: PLW0108 - in the call's thread
             limit,
         )
-        return _read_sampled(answer)
+        return read_sampled(answer)
 
     def start(
         self, prompt: Sequence[int], count: int, options: Mapping[str, Any], params: Mapping[str, Any]
@@ -558,12 +568,8 @@ class Sampler:
         return _with_nan(answer)
 
 
-def read_sampled_raw(answer: Any) -> Sampled:
-    """As `Sampler.sample` returns it, for calls that were started without waiting."""
-    return _read_sampled(answer)
-
-
-def _read_sampled(answer: Any) -> Sampled:
+def read_sampled(answer: Any) -> Sampled:
+    """The SDK's SampleResponse as arrays."""
     sequences: list[Sample] = []
     for sequence in answer.sequences:
         logprobs = None if sequence.logprobs is None else _with_nan(sequence.logprobs)
@@ -577,13 +583,6 @@ def _read_sampled(answer: Any) -> Sampled:
 
 def _with_nan(values: Iterator[Any] | Sequence[Any]) -> Array:
     return np.array([np.nan if value is None else float(value) for value in values], float)
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as probe_socket:
-        probe_socket.bind(("127.0.0.1", 0))
-        return int(probe_socket.getsockname()[1])
 
 
 def unique_names(prefix: str) -> Iterator[str]:

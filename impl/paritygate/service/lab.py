@@ -146,9 +146,9 @@ class Lab:
                     trainer.forward_backward(data)
                     trainer.step(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
                 moved = float(np.sqrt(np.mean((trainer.forward(self.probes()).flat - before) ** 2)))
-                if moved > 0.1:
+                if moved > 0.5:
                     break
-                rate = min(rate * min(10.0, 0.3 / max(moved, 0.03)), 1.0)
+                rate = min(rate * min(10.0, 1.0 / max(moved, 0.03)), 1.0)
             if not moved > 0:
                 raise Undecided("two Adam steps on cross_entropy moved no logprob: nothing here can be told apart")
             return trainer.save(next(self.names))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from paritygate.service.checks import gradient, optimiser, state, sums, value
+from paritygate.service.checks import gradient, isolation, optimiser, sampling, state, sums, value, wire
 from paritygate.service.lab import Lab
 from paritygate.service.outcome import Measured
 
@@ -13,4 +13,7 @@ CHECKS: dict[str, Check] = {
     **sums.CHECKS,
     **optimiser.CHECKS,
     **state.CHECKS,
+    **sampling.CHECKS,
+    **isolation.CHECKS,
+    **wire.CHECKS,
 }

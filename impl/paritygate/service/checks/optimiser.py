@@ -1,7 +1,5 @@
 """optimiser: AdamW with bias corrections, decoupled decay, clipping of the global norm, and nothing unasked."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from paritygate.service.checks.gradient import EPS_LIMIT, homogeneity
@@ -10,6 +8,7 @@ from paritygate.service.lab import Lab, Moved, scale_of
 from paritygate.service.outcome import Measured, Undecided
 
 BETAS = (0.5, 0.6)
+EPS_BETAS = (0.5, 0.9)  # a small correction of the second moment: eps before it would be more than twice as large
 SDK_BETAS = (0.9, 0.95)
 SECOND = -2.0  # the second gradient is so many times the first; against it, so that beta1 decides much
 NO_STEP = 1e-12  # a learning rate that moves no weight and fills the moments
@@ -24,11 +23,10 @@ def _data(lab: Lab) -> list[Datum]:
     return lab.weighted(lab.data(2, 16, salt=7))
 
 
-def _two_gradients(lab: Lab, session: Session, **adam: float) -> Moved:
+def _two_gradients(lab: Lab, session: Session, betas: tuple[float, float], **adam: float) -> Moved:
     data = _data(lab)
     second = [d.with_inputs(weights=SECOND * d.inputs["weights"]) for d in data]
-    beta1, beta2 = BETAS
-    settings = {**lab.adam, "beta1": beta1, "beta2": beta2, **adam}
+    settings = {**lab.adam, "beta1": betas[0], "beta2": betas[1], **adam}
 
     def send(trainer: Trainer) -> None:
         trainer.forward_backward(data)
@@ -50,7 +48,7 @@ def betas(lab: Lab) -> Measured:
     """Two gradients g and -2 g give one memoryless step with lr m / sqrt(v): both betas, both bias corrections."""
     rate, eps = min(2 * lab.adam["learning_rate"], 9.0), lab.adam["eps"]
     with lab.session() as session:
-        got = _two_gradients(lab, session, learning_rate=rate)
+        got = _two_gradients(lab, session, BETAS, learning_rate=rate)
         want = _memoryless(lab, session, BETAS, rate=rate, eps=eps)
         wrong = _memoryless(lab, session, SDK_BETAS, rate=rate, eps=eps)
         gap, seen = lab.distance(got, want), lab.distance(wrong, want)
@@ -67,10 +65,10 @@ def eps(lab: Lab) -> Measured:
     size = min(8 * lab.adam["eps"], EPS_LIMIT)
     rate = min(4 * lab.adam["learning_rate"], 9.0)
     with lab.session() as session:
-        got = _two_gradients(lab, session, eps=size, learning_rate=rate)
-        want = _memoryless(lab, session, BETAS, rate=rate, eps=size)
+        got = _two_gradients(lab, session, EPS_BETAS, eps=size, learning_rate=rate)
+        want = _memoryless(lab, session, EPS_BETAS, rate=rate, eps=size)
         # Added before the bias correction of the second moment, as some libraries do.
-        wrong = _memoryless(lab, session, BETAS, rate=rate, eps=size / np.sqrt(1 - BETAS[1] ** 2))
+        wrong = _memoryless(lab, session, EPS_BETAS, rate=rate, eps=size / np.sqrt(1 - EPS_BETAS[1] ** 2))
         gap, seen = lab.distance(got, want), lab.distance(wrong, want)
     because = f"with eps {size:.3g} the step is {gap:.3g} (relative) from Adam's; before the correction: {seen:.3g}"
     return Measured(gap, because, seen, lab.step_noise(want))
@@ -137,7 +135,7 @@ def clip(lab: Lab) -> Measured:
             return lab.arm(session, lambda t: t.forward_backward(data), **adam)
 
     plain = arm(grad_clip_norm=0.0)
-    norm = _norm(lab, arm, plain)
+    norm = _norm(lab)
     loose = lab.distance(arm(grad_clip_norm=1.01 * norm), plain)
     tight, want = arm(grad_clip_norm=0.1 * norm), arm(eps=10 * eps)
     bound, seen = lab.distance(tight, want), lab.distance(plain, want)
@@ -149,9 +147,19 @@ def clip(lab: Lab) -> Measured:
     return Measured(worst, because, seen, lab.step_noise(want))
 
 
-def _norm(lab: Lab, arm: Callable[..., Moved], plain: Moved) -> float:
+def _norm(lab: Lab) -> float:
     """|g| in the service: c / f where clipping at c has the step of (f g, eps), which is that of (g, eps / f)."""
-    eps = lab.adam["eps"]
+    return lab.connection.journal.cached("norm", lambda: _solve_norm(lab), record=False)
+
+
+def _solve_norm(lab: Lab) -> float:
+    data, eps = _data(lab), lab.adam["eps"]
+
+    def arm(**adam: float) -> Moved:
+        with lab.session() as session:
+            return lab.arm(session, lambda t: t.forward_backward(data), **adam)
+
+    plain = arm(grad_clip_norm=0.0)
     c, share = 0.1, 1.0
     for _ in range(9):
         clipped = arm(grad_clip_norm=c)
@@ -175,6 +183,33 @@ def _norm(lab: Lab, arm: Callable[..., Moved], plain: Moved) -> float:
         guess = np.log(f) + np.log(share / size) * 1.3  # the response is nearly proportional where eps dominates
         f = float(np.exp(guess if low < guess < high else (low + high) / 2))
     return c / f
+
+
+def absolute(lab: Lab) -> Measured:
+    """A small step along the gradient lowers the loss by lr / eps |g|^2: no factor is hidden in the gradient."""
+    if lab.mixed:
+        raise Undecided("the service takes only a tiny eps")
+    data, norm, eps = _data(lab), _norm(lab), EPS_LIMIT
+    rate = min(3.0, 110 * lab.adam["learning_rate"])
+
+    def loss(sign: float) -> float:
+        signed = [d.with_inputs(weights=sign * d.inputs["weights"]) for d in data]
+        with lab.session() as session:
+            trainer = session.restore(lab.warmed())
+            trainer.forward_backward(signed)
+            trainer.step(**{**lab.adam, "learning_rate": rate, "eps": eps})
+            logprobs = trainer.forward(data).logprobs
+        return -sum(float((d.inputs["weights"] * p).sum()) for d, p in zip(data, logprobs, strict=True))
+
+    fallen = (loss(-1.0) - loss(1.0)) / 2  # the even powers of the step cancel
+    factor = norm**2 * rate / eps / fallen if fallen > 0 else np.inf
+    weights = np.concatenate([d.inputs["weights"] for d in data])
+    noise = 4 * lab.noise.logprob * float(np.linalg.norm(weights)) / max(abs(fallen), 1e-30)
+    because = (
+        f"along a gradient of norm {norm:.4g} a step of {rate / eps:.3g} lowers the loss by {fallen:.4g}: the gradient "
+        f"is {factor:.4g} times that of the loss"
+    )
+    return Measured(abs(factor - 1), because, 0.5, noise)
 
 
 def consumed_once(lab: Lab) -> Measured:
@@ -218,6 +253,7 @@ CHECKS = {
     "optimiser/decay_twice": decay_twice,
     "optimiser/clip_off": clip_off,
     "optimiser/clip": clip,
+    "gradient/absolute": absolute,
     "optimiser/consumed_once": consumed_once,
     "optimiser/zero_step": zero_step,
 }

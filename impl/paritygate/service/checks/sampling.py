@@ -1,0 +1,419 @@
+"""sampling: what is drawn, from which distribution, and the logprobs that come with it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paritygate.service.client import Array, Datum, Sampled, Sampler, Trainer
+from paritygate.service.lab import Lab, sampler_noise
+from paritygate.service.outcome import Measured, Undecided
+
+BATCH = 128  # samples a request
+EXPECTED = 8.0  # a token has a bin of its own where so many draws are expected
+CHI_P = 5.2  # standard normal deviate of p = 1e-7
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained adapter, the sampler of its saved weights, a prompt, and the standard deviation of its scores."""
+
+    trainer: Trainer
+    sampler: Sampler
+    prompt: tuple[int, ...]
+
+
+def trained(lab: Lab) -> Trained:
+    """The warmed state and one calibrated step: a base model's answers differ from its by nats."""
+
+    def make() -> Trained:
+        trainer = lab.long.restore(lab.warmed())
+        trainer.forward_backward(lab.weighted(lab.data(2, 16, salt=7)))
+        trainer.step(**lab.adam)
+        sampler = lab.long.sampler(trainer.save_for_sampler(next(lab.names)))
+        return Trained(trainer, sampler, lab.tokens(6, 60))
+
+    return lab.cached("trained", make)
+
+
+def nats(lab: Lab) -> float:
+    """The bound that noise asks for where a sampler's logprobs are compared; measured once."""
+
+    def measure() -> float:
+        t = trained(lab)
+        return sampler_noise(lab, lambda: t.sampler.logprobs(t.prompt)[1:])
+
+    sampler = lab.connection.journal.cached("sampler noise", measure, record=False)
+    return 10 * max(lab.noise.logprob, sampler)
+
+
+def forward_logprobs(trainer: Trainer, tokens: Sequence[int]) -> Array:
+    """The logprobs of tokens 1 and on by the training model."""
+    datum = Datum(tuple(tokens[:-1]), np.array(tokens[1:], np.int64)).with_inputs(weights=np.ones(len(tokens) - 1))
+    return trainer.forward([datum]).logprobs[0]
+
+
+# ---------------------------------------------------------------------- logprobs
+
+
+def three_ways(lab: Lab) -> Measured:
+    """Sampled, scored and forward logprobs of one sequence."""
+    t = trained(lab)
+    answer = t.sampler.sample(t.prompt, 2, max_tokens=12, temperature=1.0, seed=1, stop=[])
+    worst, contrast, which = -1.0, np.inf, ""
+    base = lab.long.sampler()
+    for sequence in answer.sequences:
+        tokens = (*t.prompt, *sequence.tokens)
+        count = len(sequence.tokens)
+        if sequence.logprobs is None:
+            raise Undecided("sample returns no logprobs")
+        scored = t.sampler.logprobs(tokens)[-count:]
+        forward = forward_logprobs(t.trainer, tokens)[-count:]
+        contrast = min(contrast, float(np.abs(base.logprobs(tokens)[-count:] - forward).max()))
+        for name, values in (("sampled", sequence.logprobs), ("scored", scored)):
+            gap = float(np.abs(values - forward).max())
+            worst, which = (gap, name) if gap > worst else (worst, which)
+    because = f"{which} logprobs are {worst:.3g} nats from forward's"
+    return Measured(worst, because, contrast, nats(lab))
+
+
+def prompt_logprobs(lab: Lab) -> Measured:
+    """Prompt logprobs: length, None first, the trained adapter's values."""
+    t = trained(lab)
+    prompt = lab.tokens(10, 61)
+    values = t.sampler.logprobs(prompt)
+    if len(values) != len(prompt):
+        return Measured(np.inf, f"{len(values)} prompt logprobs for {len(prompt)} tokens")
+    if not np.isnan(values[0]) or np.isnan(values[1:]).any():
+        return Measured(np.inf, f"None must come first and nowhere else, found {values.tolist()}")
+    answer = t.sampler.sample(prompt, 1, prompt_logprobs=True, max_tokens=1, temperature=1.0, seed=1)
+    if answer.prompt_logprobs is None or len(answer.prompt_logprobs) != len(prompt):
+        return Measured(np.inf, "include_prompt_logprobs gives no prompt logprobs, or another number")
+    want = forward_logprobs(t.trainer, prompt)
+    gap = max(float(np.abs(v[1:] - want).max()) for v in (values, answer.prompt_logprobs))
+    contrast = float(np.abs(np.roll(want, 1) - want).max())
+    return Measured(gap, f"prompt logprobs are {gap:.3g} nats from forward's", contrast, nats(lab))
+
+
+def topk_logprobs(lab: Lab) -> Measured:
+    """The k likeliest tokens of each prompt position."""
+    t = trained(lab)
+    prompt = lab.tokens(8, 62)
+    answer = t.sampler.sample(prompt, 1, prompt_logprobs=True, topk=4, max_tokens=1, temperature=1.0, seed=1)
+    rows = answer.topk
+    if rows is None:
+        raise Undecided("the service returns no topk_prompt_logprobs")
+    if len(rows) != len(prompt) or rows[0] is not None or any(row is None or len(row) != 4 for row in rows[1:]):
+        return Measured(
+            np.inf, f"4 likeliest tokens a position, None first: found {[row and len(row) for row in rows]}"
+        )
+    worst, contrast = 0.0, np.inf
+    for position in (1, len(prompt) - 1):
+        row = rows[position] or []
+        data = [Datum(prompt[:position], _last(prompt[:position], token)) for token, _ in row]
+        want = np.array([p[-1] for p in _forward(t.trainer, data)])
+        got = np.array([p for _, p in row])
+        ordered = float(np.maximum(np.diff(got), 0).max(initial=0.0))
+        worst = max(worst, float(np.abs(got - want).max()), ordered)
+        contrast = min(contrast, float(np.abs(got[::-1] - want).max()))
+    return Measured(worst, f"top logprobs are {worst:.3g} nats from forward's", contrast, nats(lab))
+
+
+def _last(prefix: Sequence[int], token: int) -> Any:
+    return np.array([*prefix[1:], token], np.int64)
+
+
+def _forward(trainer: Trainer, data: Sequence[Datum]) -> list[Array]:
+    rows: list[Array] = []
+    for start in range(0, len(data), 256):
+        part = [d.with_inputs(weights=np.ones(len(d.tokens))) for d in data[start : start + 256]]
+        rows.extend(trainer.forward(part).logprobs)
+    return rows
+
+
+def temperature_logprobs(lab: Lab) -> Measured:
+    """Which logprobs come with samples at temperature 0.5: the model's or the tempered distribution's."""
+    t = trained(lab)
+    draws = draw(lab, t, 64, temperature=0.5, seed=3)
+    tokens = sorted({sequence.tokens[0] for sequence in draws if sequence.logprobs is not None})
+    if len(tokens) < 3:
+        raise Undecided(f"{len(tokens)} different tokens with logprobs in 64 draws at temperature 0.5")
+    got = np.array([next(s.logprobs[0] for s in draws if s.tokens[0] == k and s.logprobs is not None) for k in tokens])
+    model = next_logprobs(lab, t, tokens)
+    raw = float(np.abs(got - model).max())
+    tempered = float(np.abs((got - got.mean()) - (model - model.mean()) / 0.5).max())  # up to the common normaliser
+    if not tempered < raw:
+        return Measured(raw, f"logprobs at temperature 0.5 are the model's, to {raw:.3g} nats", tempered, nats(lab))
+    because = f"logprobs at temperature 0.5 are the tempered distribution's, to {tempered:.3g} nats"
+    return Measured(tempered, because, raw, 2 * nats(lab))
+
+
+# ---------------------------------------------------------------------- distributions
+
+
+def draw(lab: Lab, t: Trained, count: int, **params: Any) -> list[Any]:
+    """`count` samples of one token; a seed is counted up from request to request."""
+    sequences: list[Any] = []
+    while len(sequences) < count:
+        part = min(BATCH, count - len(sequences))
+        asked = dict(params)
+        if "seed" in asked:
+            asked["seed"] = params["seed"] * 1_000_003 + len(sequences)
+        answer = t.sampler.sample(t.prompt, part, max_tokens=1, stop=[], **asked)
+        got = [sequence for sequence in answer.sequences if sequence.tokens]
+        if not got:
+            raise Undecided("sample returned no tokens")
+        sequences.extend(got)
+    return sequences
+
+
+def next_logprobs(lab: Lab, t: Trained, tokens: Sequence[int]) -> Array:
+    """The training model's logprobs of each token after the prompt."""
+    rows = _forward(t.trainer, [Datum(t.prompt, _last(t.prompt, token)) for token in tokens])
+    return np.array([row[-1] for row in rows])
+
+
+def chi_square(counts: Mapping[int, int], logprobs: Mapping[int, float], temperature: float, *, tail: bool) -> float:
+    """Chi-square of drawn tokens over its critical value at p = 1e-7 (Wilson and Hilferty's approximation).
+
+    tail: one more bin for all other tokens, whose probability is what the seen ones leave (temperature 1 only).
+    """
+    total = sum(counts.values())
+    p = np.exp(np.array([logprobs[token] for token in counts]) / temperature)
+    seen = np.array(list(counts.values()), float)
+    p = p if tail else p / p.sum()
+    big = p * total >= EXPECTED
+    expected, observed = list(p[big] * total), list(seen[big])
+    rest = (1.0 if tail else p.sum()) - p[big].sum()
+    if rest * total >= 1:
+        expected.append(rest * total)
+        observed.append(total - sum(seen[big]))
+    elif total > sum(seen[big]):
+        expected.append(1.0)
+        observed.append(1.0 + total - sum(seen[big]))
+    free = len(expected) - 1
+    if free < 2:
+        raise Undecided("the next-token distribution has too few likely tokens")
+    statistic = float(((np.array(observed) - np.array(expected)) ** 2 / np.array(expected)).sum())
+    critical = free * (1 - 2 / (9 * free) + CHI_P * np.sqrt(2 / (9 * free))) ** 3
+    return statistic / critical
+
+
+def _held_to(lab: Lab, right: float, wrong: float, what: str, **params: Any) -> Measured:
+    t = trained(lab)
+    counts = Counter(sequence.tokens[0] for sequence in draw(lab, t, lab.settings.draws, **params))
+    tokens = sorted(counts)
+    logprobs = dict(zip(tokens, next_logprobs(lab, t, tokens), strict=True))
+    ordered = {token: counts[token] for token in tokens}
+    figure = chi_square(ordered, logprobs, right, tail=right == 1.0)
+    contrast = chi_square(ordered, logprobs, wrong, tail=False)
+    mass = float(np.exp(list(logprobs.values())).sum())
+    because = (
+        f"{what}: {lab.settings.draws} draws of {len(tokens)} tokens that hold {mass:.4f} of the probability have a "
+        f"chi-square of {figure:.2f} times its critical value (p = 1e-7)"
+    )
+    return Measured(figure, because, contrast)
+
+
+def distribution(lab: Lab) -> Measured:
+    """Draws at temperature 1, tail included: a hidden top-k has none."""
+    return _held_to(lab, 1.0, 0.5, "temperature 1", temperature=1.0, top_k=-1, top_p=1.0, seed=5)
+
+
+def omitted(lab: Lab) -> Measured:
+    """The same with temperature, top_k, top_p and seed left out."""
+    return _held_to(lab, 1.0, 0.5, "no parameters")
+
+
+def temperature(lab: Lab) -> Measured:
+    """Draws at temperature 0.5."""
+    return _held_to(lab, 0.5, 1.0, "temperature 0.5", temperature=0.5, seed=6)
+
+
+def greedy(lab: Lab) -> Measured:
+    """Temperature 0: the likeliest token at each position, the same again with another seed."""
+    t = trained(lab)
+    one, other = (t.sampler.sample(t.prompt, 1, max_tokens=8, temperature=0.0, seed=s, stop=[]) for s in (1, 2))
+    tokens = one.sequences[0].tokens
+    different = sum(a != b for a, b in zip(tokens, other.sequences[0].tokens, strict=False))
+    draws = draw(lab, t, 64, temperature=1.0, seed=4)
+    rivals = sorted({sequence.tokens[0] for sequence in draws} - {tokens[0]})[:32]
+    if not rivals:
+        raise Undecided("64 draws at temperature 1 were all one token")
+    values = next_logprobs(lab, t, [tokens[0], *rivals])
+    behind = float(values[1:].max() - values[0])
+    tied = max(0.05, nats(lab))
+    answer = t.sampler.sample((*t.prompt, *tokens), 1, topk=2, max_tokens=1, temperature=1.0, seed=1)
+    beaten = 0
+    if answer.topk is not None:
+        for position, token in enumerate(tokens, len(t.prompt)):
+            row = answer.topk[position] or []
+            if row and token != row[0][0] and not any(k == token and row[0][1] - p <= tied for k, p in row):
+                beaten += 1
+    figure = float(beaten + (behind > tied) + (different if different and tied <= 0.05 else 0))
+    because = (
+        f"of {len(tokens)} tokens at temperature 0, {beaten} are not the likeliest of topk_prompt_logprobs; a rival of "
+        f"the first is {behind:+.3g} nats ahead; another seed changes {different}"
+    )
+    return Measured(figure, because)
+
+
+def top_k(lab: Lab) -> Measured:
+    """top_k = 5: no token outside the five likeliest, and all of them."""
+    return _support(lab, "top_k = 5", lambda p: np.arange(len(p)) < 5, top_k=5)
+
+
+def top_p(lab: Lab) -> Measured:
+    """top_p = 0.5: the smallest set of likeliest tokens that reaches one half."""
+    return _support(lab, "top_p = 0.5", lambda p: np.cumsum(p) - p < 0.5, top_p=0.5)
+
+
+def _support(lab: Lab, what: str, inside: Any, **params: Any) -> Measured:
+    t = trained(lab)
+    free = Counter(sequence.tokens[0] for sequence in draw(lab, t, 512, temperature=1.0, seed=7))
+    drawn = Counter(sequence.tokens[0] for sequence in draw(lab, t, 256, temperature=1.0, seed=8, **params))
+    tokens = sorted(set(free) | set(drawn))
+    values = next_logprobs(lab, t, tokens)
+    order = np.argsort(-values, kind="stable")
+    p = np.exp(values[order])
+    allowed = inside(p)
+    edge = int(allowed.sum()) - 1
+    near = np.abs(values[order] - values[order][edge]) < max(0.1, nats(lab))  # ties may go either way
+    names = [tokens[i] for i in order]
+    outside = sum(drawn[k] for k, ok, tie in zip(names, allowed, near, strict=True) if not ok and not tie)
+    share = p / p[allowed].sum() * 256
+    missing = [
+        k
+        for k, ok, tie, e in zip(names, allowed, near, share, strict=True)
+        if ok and not tie and e > 20 and not drawn[k]
+    ]
+    seen = sum(free[k] for k, ok in zip(names, allowed, strict=True) if not ok)
+    if not seen:
+        raise Undecided(f"without {what} no other token is drawn either")
+    because = f"with {what} {outside} of 256 draws lie outside, {len(missing)} likely tokens inside are never drawn"
+    return Measured(float(outside + len(missing)), because)
+
+
+# ---------------------------------------------------------------------- seeds, counts, stops
+
+
+def _sequences(answer: Sampled) -> list[tuple[int, ...]]:
+    return [sequence.tokens for sequence in answer.sequences]
+
+
+def seed_repeats(lab: Lab) -> Measured:
+    """One seed twice gives the same samples, another seed others."""
+    t = trained(lab)
+    first, again, other = (
+        _sequences(t.sampler.sample(t.prompt, 3, max_tokens=12, temperature=1.0, seed=s, stop=[])) for s in (21, 21, 22)
+    )
+    changed = sum(a != b for a, b in zip(first, again, strict=True))
+    same = sum(a == b for a, b in zip(first, other, strict=True))
+    because = f"seed 21 twice: {changed} of 3 samples differ; seed 22: {same} of 3 are those of seed 21"
+    return Measured(float(changed + same), because)
+
+
+def seed_distinct(lab: Lab) -> Measured:
+    """The samples of one seeded request are draws of their own."""
+    t = trained(lab)
+    samples = _sequences(t.sampler.sample(t.prompt, 6, max_tokens=12, temperature=1.0, seed=23, stop=[]))
+    repeated = len(samples) - len(set(samples))
+    return Measured(float(repeated), f"{repeated} of {len(samples)} samples of one seeded request repeat another")
+
+
+def counts(lab: Lab) -> Measured:
+    """num_samples samples of max_tokens tokens, a logprob each, and the reason is length."""
+    t = trained(lab)
+    answer = t.sampler.sample(t.prompt, 5, max_tokens=7, temperature=1.0, seed=24, stop=[])
+    wrong = abs(len(answer.sequences) - 5)
+    for sequence in answer.sequences:
+        logprobs = -1 if sequence.logprobs is None else len(sequence.logprobs)
+        wrong += (len(sequence.tokens) != 7) + (logprobs != len(sequence.tokens)) + sequence.stopped
+    lengths = [len(sequence.tokens) for sequence in answer.sequences]
+    return Measured(float(wrong), f"5 samples of 7 tokens asked for: lengths {lengths}, {wrong} things are wrong")
+
+
+def _long_sample(t: Trained) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """A sequence that can be had again: by its seed, or greedily where seeds do nothing."""
+    choices: tuple[dict[str, Any], ...] = ({"temperature": 1.0, "seed": 25}, {"temperature": 0.0})
+    for settings in choices:
+        one, other = (t.sampler.sample(t.prompt, 1, max_tokens=24, stop=[], **settings) for _ in range(2))
+        if one.sequences[0].tokens == other.sequences[0].tokens and len(set(one.sequences[0].tokens)) > 2:
+            return one.sequences[0].tokens, settings
+    raise Undecided("no sample can be had twice, neither by its seed nor at temperature 0")
+
+
+def stop_token(lab: Lab) -> Measured:
+    """A stop id ends the sample where it is first drawn, and is its last token."""
+    t = trained(lab)
+    tokens, settings = _long_sample(t)
+    at = next((i for i in range(3, len(tokens)) if tokens[i] not in tokens[:i]), None)
+    if at is None:
+        raise Undecided("the sample repeats three tokens only")
+    stopped = t.sampler.sample(t.prompt, 1, max_tokens=24, stop=[tokens[at]], **settings).sequences[0]
+    wrong = (stopped.tokens != tokens[: at + 1]) + (not stopped.stopped)
+    because = (
+        f"token {at} of a sample as stop id: {len(stopped.tokens)} tokens came back where {at + 1} are right, "
+        f"stop reason {'stop' if stopped.stopped else 'length'}"
+    )
+    return Measured(float(wrong), because)
+
+
+def stop_none(lab: Lab) -> Measured:
+    """stop=[] goes on to max_tokens, the end token included."""
+    t = trained(lab)
+    answer = t.sampler.sample(t.prompt, 16, max_tokens=40, temperature=1.0, seed=26, stop=[])
+    short = sum(len(sequence.tokens) != 40 or sequence.stopped for sequence in answer.sequences)
+    return Measured(float(short), f"with stop=[] {short} of {len(answer.sequences)} samples ended before 40 tokens")
+
+
+def stop_string(lab: Lab) -> Measured:
+    """A stop string cuts the same sample short, at a token."""
+    t = trained(lab)
+    tokens, settings = _long_sample(t)
+    for text in ("e", "a", " ", "t", "\n", "1", "o", "s"):
+        stopped = t.sampler.sample(t.prompt, 1, max_tokens=24, stop=[text], **settings).sequences[0]
+        if len(stopped.tokens) < len(tokens):
+            wrong = (stopped.tokens != tokens[: len(stopped.tokens)]) + (not stopped.stopped) + (not stopped.tokens)
+            because = (
+                f"stop={[text]} cuts the sample to {len(stopped.tokens)} of {len(tokens)} tokens; {wrong} things wrong"
+            )
+            return Measured(float(wrong), because)
+        if stopped.tokens != tokens:
+            return Measured(1.0, f"stop={[text]} changes the sample instead of ending it")
+    decoded = _decoded(t, tokens)
+    if decoded is not None and any(text in decoded for text in "eat"):
+        return Measured(1.0, f"no stop string ended {decoded!r}")
+    raise Undecided("no short string ended the sample, and its text is not known: the model's tokenizer is not at hand")
+
+
+def _decoded(t: Trained, tokens: Sequence[int]) -> str | None:
+    """The sample as text where the service names a tokenizer in a local folder: nothing is downloaded."""
+    import os
+
+    folder = str(getattr(t.trainer.info().model_data, "tokenizer_id", "") or "")
+    if not os.path.isdir(folder):
+        return None
+    return str(t.trainer.client.get_tokenizer().decode(list(tokens)))
+
+
+CHECKS = {
+    "sampling/three_ways": three_ways,
+    "sampling/temperature_logprobs": temperature_logprobs,
+    "sampling/greedy": greedy,
+    "sampling/distribution": distribution,
+    "sampling/temperature": temperature,
+    "sampling/top_k": top_k,
+    "sampling/top_p": top_p,
+    "sampling/omitted": omitted,
+    "sampling/seed_repeats": seed_repeats,
+    "sampling/seed_distinct": seed_distinct,
+    "sampling/counts": counts,
+    "sampling/stop_token": stop_token,
+    "sampling/stop_none": stop_none,
+    "sampling/stop_string": stop_string,
+    "sampling/prompt_logprobs": prompt_logprobs,
+    "sampling/topk_logprobs": topk_logprobs,
+}
