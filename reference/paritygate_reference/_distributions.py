@@ -1,4 +1,9 @@
-"""Rows of log-probabilities: softmax, buckets of a truncated vocabulary, KL and mixture, with their digits kept."""
+"""What keeps digits: log-softmax, the tail of a truncated vocabulary, KL, mixture and their gradients, in float64.
+
+Parity compares at 1e-12. Written as in the papers these formulas keep fewer digits than that: `1 - sum(p)` of a small
+tail, `p log(p/q)` of nearly equal rows, `log(p/q) - KL` between logits of +-65504. Here they are rearranged; the
+60-digit oracle, written as in the papers, holds them to what they mean.
+"""
 
 import math
 from typing import NamedTuple
@@ -9,6 +14,18 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 
 TAIL_CAP = -1e-7  # the log of the kept mass is capped here, as in the official SDPO code at 0e6d5106
+
+
+def exp(x: Array) -> Array:
+    """`e^x`; +inf where float64 has no larger number."""
+    with np.errstate(over="ignore"):
+        return np.exp(x)
+
+
+def exact_sum(terms: Array) -> float:
+    """Their sum, rounded once: two terms that cancel leave no residue of a third. Infinities add as IEEE 754 says."""
+    values = [float(term) for term in terms]
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 def log_softmax(logits: ArrayLike, place: str = "row") -> Array:
@@ -24,8 +41,8 @@ def log_softmax(logits: ArrayLike, place: str = "row") -> Array:
     return shifted - np.log1p(others)
 
 
-class Buckets(NamedTuple):
-    """A distribution over the kept entries and, last, the tail where there is one."""
+class Distribution(NamedTuple):
+    """Log-probabilities of the kept entries and, last, of the tail where there is one."""
 
     log: Array
     excess: float  # how far the probabilities sum above 1: not 0 only where the cap acts
@@ -33,13 +50,13 @@ class Buckets(NamedTuple):
     capped: bool
 
 
-def bucketed(log_p: Array, kept: NDArray[np.intp], use_tail: bool) -> Buckets:
+def bucketed(log_p: Array, kept: NDArray[np.intp], use_tail: bool) -> Distribution:
     """The `kept` entries of log-probabilities (V,), with log(1 - their sum) as a last one where `use_tail`."""
     if not use_tail:
-        return Buckets(log_p[kept], 0.0, False, False)
+        return Distribution(log_p[kept], 0.0, False, False)
     smallest = -math.expm1(TAIL_CAP)
     rest = float(np.delete(np.exp(log_p), kept).sum())  # not 1 - the kept: a small tail keeps its digits
-    return Buckets(
+    return Distribution(
         log=np.append(log_p[kept], math.log(max(rest, smallest))),
         excess=max(smallest - rest, 0.0),
         has_tail=True,
@@ -56,19 +73,30 @@ def renormalised(logits: Array, kept: NDArray[np.intp], place: str) -> Array:
     return inside
 
 
+def kl(a: Distribution, b: Distribution) -> float:
+    """`sum_i a_i log(a_i / b_i)`, a capped tail included, which makes a distribution sum to more than 1."""
+    return kl_divergence(a.log, b.log) + a.excess - b.excess
+
+
+def mixture(p: Distribution, q: Distribution, a: float) -> Distribution:
+    """`(1 - a) p + a q`."""
+    excess = (1.0 - a) * p.excess + a * q.excess
+    return Distribution(log_mixture(p.log, q.log, a), excess, p.has_tail, p.capped and q.capped)
+
+
 def kl_divergence(log_a: Array, log_b: Array) -> float:
     """KL(a || b) in nats of two rows of log-probabilities with equal sums; 0 log 0 is 0, a > 0 against b = 0 is +inf.
 
     Summed as `a log(a/b) - a + b`, whose terms are not negative, so that nearly equal rows keep their digits.
     """
     a, b = np.exp(log_a), np.exp(log_b)
-    read = a > 0.0
-    if (log_b[read] == -math.inf).any():
+    support = a > 0.0
+    if (log_b[support] == -math.inf).any():
         return math.inf
-    d = log_a[read] - log_b[read]
+    d = log_a[support] - log_b[support]
     near = np.abs(d) < 0.5
-    terms = np.where(near, a[read] * _exp_excess(np.where(near, -d, 0.0)), a[read] * d - a[read] + b[read])
-    return float(terms.sum() + b[~read].sum())
+    terms = np.where(near, a[support] * _exp_excess(np.where(near, -d, 0.0)), a[support] * d - a[support] + b[support])
+    return float(terms.sum() + b[~support].sum())
 
 
 def _exp_excess(x: Array) -> Array:
@@ -89,3 +117,67 @@ def log_mixture(log_p: Array, log_q: Array, a: float) -> Array:
     x, y = log_p[q_larger], log_q[q_larger]
     mixed[q_larger] = y + np.log1p((1.0 - a) * np.expm1(x - y))
     return mixed
+
+
+class Slopes(NamedTuple):
+    """dD/dp of a divergence, as `p_i (g_i - shift)` of each kept entry and of the tail, and the number `shift`.
+
+    A number added to every g_i changes no gradient of logits, since the p_i sum to 1: what is large in all is left out.
+    """
+
+    weighted: Array
+    shift: float
+
+
+def forward_kl_slopes(p: Distribution, q: Distribution) -> Slopes:
+    """KL(q || p): `g_i = -q_i / p_i`."""
+    return Slopes(-np.exp(q.log), 0.0)
+
+
+def reverse_kl_slopes(p: Distribution, q: Distribution, log_ratio: Array) -> Slopes:
+    """KL(p || q): `g_i = log(p_i / q_i) + 1`, 0 where p_i is 0.
+
+    `log_ratio` of the kept entries is log(p_i / q_i) less that of the student's largest, from the logits exactly:
+    between logits of +-65504 the g_i are large and nearly equal.
+    """
+    top = int(np.argmax(p.log[: len(log_ratio)]))
+    of_largest = p.log[top] - q.log[top]
+    g = np.append(log_ratio, p.log[-1] - q.log[-1] - of_largest) if p.has_tail else log_ratio
+    return Slopes(_where_positive(np.exp(p.log), g), of_largest + 1.0)
+
+
+def jsd_slopes(p: Distribution, q: Distribution, a: float) -> Slopes:
+    """(1-a) KL(p || m) + a KL(q || m), m = (1-a) p + a q: `g_i = (1-a) log(p_i / m_i)`, 0 where p_i is 0."""
+    with np.errstate(invalid="ignore"):  # -inf - -inf where p_i and m_i are 0
+        g = p.log - log_mixture(p.log, q.log, a)
+    return Slopes(_where_positive((1.0 - a) * np.exp(p.log), g), 0.0)
+
+
+def _where_positive(weight: Array, g: Array) -> Array:
+    result = np.zeros_like(weight)
+    result[weight > 0.0] = weight[weight > 0.0] * g[weight > 0.0]
+    return result
+
+
+def logit_gradient(p: Distribution, student: Array, kept: NDArray[np.intp], slopes: Slopes) -> Array:
+    """`dD/dz_j = p_j (g_b(j) - sum_b p_b g_b)` of the student's probabilities (V,), b(j) the kept entry or the tail.
+
+    NaN where the sum is not finite (the teacher excludes what the student does). A capped tail is a constant, g = 0.
+    """
+    weighted, shift = slopes
+    if p.capped:
+        weighted[-1] = 0.0
+    total = weighted.sum()
+    if not math.isfinite(total + shift):
+        return np.full_like(student, math.nan)
+    grad = -student * total
+    grad[kept] += weighted[: len(kept)]
+    if p.has_tail:
+        dropped = np.ones(len(student), dtype=bool)
+        dropped[kept] = False
+        grad[dropped] += student[dropped] * (weighted[-1] / np.exp(p.log[-1]))
+        if p.capped:  # the p_b sum to more than 1: the shift that was left out of every g but the tail's
+            rest = student[dropped].sum()
+            grad[kept] += student[kept] * shift * rest
+            grad[dropped] -= student[dropped] * shift * (1.0 - rest)
+    return grad

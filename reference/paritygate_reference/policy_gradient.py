@@ -1,44 +1,7 @@
 """The importance-sampling policy-gradient loss of the Tinker service, and its gradient."""
 
-import math
-from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
-
-Row = Sequence[float] | NDArray[np.floating]
-
-
-def _row(values: Row, name: str) -> NDArray[np.float64]:
-    row = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
-    if row.ndim != 1:
-        raise ValueError(f"importance_sampling_loss: {name} have shape {row.shape}; one row of shape (T,) is expected")
-    return row
-
-
-def _checked(
-    logprobs: Row, sampler_logprobs: Row, advantages: Row
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    new, old, weight = (
-        _row(logprobs, "logprobs"),
-        _row(sampler_logprobs, "sampler_logprobs"),
-        _row(advantages, "advantages"),
-    )
-    if not new.shape == old.shape == weight.shape:
-        raise ValueError(
-            f"importance_sampling_loss: shapes differ: logprobs {new.shape}, sampler_logprobs {old.shape}, "
-            f"advantages {weight.shape}"
-        )
-    for t in range(len(weight)):
-        if weight[t] == 0.0:
-            continue
-        if not math.isfinite(weight[t]):
-            raise ValueError(f"importance_sampling_loss: the advantage at position {t} is {weight[t]}")
-        if math.isnan(new[t]) or new[t] == math.inf:
-            raise ValueError(f"importance_sampling_loss: the logprob at position {t} is {new[t]}")
-        if not math.isfinite(old[t]):
-            raise ValueError(f"importance_sampling_loss: the sampler logprob at position {t} is {old[t]}")
-    return new, old, weight
+from ._checks import Array, Row, weighted_logprobs
+from ._distributions import exact_sum, exp
 
 
 def importance_sampling_loss(logprobs: Row, sampler_logprobs: Row, advantages: Row) -> float:
@@ -48,23 +11,19 @@ def importance_sampling_loss(logprobs: Row, sampler_logprobs: Row, advantages: R
     ValueError: shapes differ, or a value that is read is NaN, +inf, or a sampler logprob of -inf.
     Source: the documented `importance_sampling` loss of the Tinker service.
     """
-    new, old, weight = _checked(logprobs, sampler_logprobs, advantages)
-    terms = [float(weight[t] * _ratio(new[t] - old[t])) for t in range(len(weight)) if weight[t] != 0.0]
-    return -(math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)) + 0.0
+    new, old, advantage = weighted_logprobs("importance_sampling_loss", logprobs, sampler_logprobs, advantages)
+    return 0.0 - exact_sum(ratio(new, old) * advantage)
 
 
-def importance_sampling_grad(logprobs: Row, sampler_logprobs: Row, advantages: Row) -> NDArray[np.float64]:
+def importance_sampling_grad(logprobs: Row, sampler_logprobs: Row, advantages: Row) -> Array:
     """d `importance_sampling_loss` / d logprobs (T,): `-exp(logprobs_t - sampler_logprobs_t) * advantages_t`.
 
     Exactly 0 where the advantage is 0. ValueError as `importance_sampling_loss`.
     """
-    new, old, weight = _checked(logprobs, sampler_logprobs, advantages)
-    grad = np.zeros(len(weight), dtype=np.float64)
-    for t in range(len(weight)):
-        if weight[t] != 0.0:
-            grad[t] = -_ratio(new[t] - old[t]) * weight[t]
-    return grad
+    new, old, advantage = weighted_logprobs("importance_sampling_loss", logprobs, sampler_logprobs, advantages)
+    return 0.0 - ratio(new, old) * advantage
 
 
-def _ratio(log_ratio: float) -> float:
-    return float(np.exp(np.minimum(log_ratio, 709.0))) if log_ratio <= 709.0 else math.inf
+def ratio(logprobs: Array, sampler_logprobs: Array) -> Array:
+    """`pi(a) / mu(a) = exp(logprobs - sampler_logprobs)` of the sampled tokens, (T,)."""
+    return exp(logprobs - sampler_logprobs)

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._distributions import Array, Buckets, bucketed, kl_divergence, log_mixture, log_softmax, renormalised
-
-Logprobs = Sequence[float | None] | Array
-Mask = Sequence[int] | NDArray[np.generic]
+from . import _checks, _distributions
+from ._checks import Mask, Row
+from ._distributions import Array, Distribution, kl, mixture
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "token_sum")
@@ -19,12 +18,12 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "token_sum")
 # Token and sequence level
 
 
-def token_advantage(
-    teacher_logprobs: Logprobs,
-    student_logprobs: Logprobs,
-    mask: Mask,
-    clip: float = 5.0,
-) -> Array:
+def advantage(teacher_logprobs: Array, student_logprobs: Array) -> Array:
+    """`A_t = log q_t - log pi_t` of the sampled tokens, (T,) in nats; unclipped."""
+    return teacher_logprobs - student_logprobs
+
+
+def token_advantage(teacher_logprobs: Row, student_logprobs: Row, mask: Mask, clip: float = 5.0) -> Array:
     """`clip(log q_t - log pi_t, -clip, +clip) * mask_t`, (T,) in nats: minus the gradient of the token KL(pi || sg q).
 
     Values at mask 0 are never read. ValueError: shapes differ, a mask that is not 0 or 1, clip not positive, and at
@@ -33,31 +32,21 @@ def token_advantage(
     """
     if not clip > 0.0:
         raise ValueError(f"token_advantage: clip is {clip}; it is positive")
-    teacher, student, read = _read_logprobs("token_advantage", teacher_logprobs, student_logprobs, mask)
-    advantage = np.zeros(len(read))
-    for t in np.flatnonzero(read):
-        advantage[t] = min(max(teacher[t] - student[t], -clip), clip)
-    return advantage
+    q, pi, mask_T = _checks.masked_logprobs("token_advantage", teacher_logprobs, student_logprobs, mask)
+    return np.where(mask_T, advantage(q, pi).clip(-clip, clip), 0.0)
 
 
-def sequence_advantage(
-    teacher_logprobs: Logprobs,
-    student_logprobs: Logprobs,
-    mask: Mask,
-) -> Array:
+def sequence_advantage(teacher_logprobs: Row, student_logprobs: Row, mask: Mask) -> Array:
     """The mean of the unclipped `log q_t - log pi_t` over mask 1, at every mask 1 position, 0 elsewhere; (T,) in nats.
 
     A sequence without a position to read gives zeros. ValueError as `token_advantage`, and at a teacher of -inf, for
     which no finite mean exists. Source: SDPO, arXiv 2601.20802, sequence-level ablation.
     """
-    teacher, student, read = _read_logprobs("sequence_advantage", teacher_logprobs, student_logprobs, mask)
-    for t in np.flatnonzero(read):
-        if teacher[t] == -math.inf:
-            raise ValueError(f"sequence_advantage: the teacher logprob at position {t} is -inf and is not clipped here")
-    advantage = np.zeros(len(read))
-    if read.any():
-        advantage[read] = math.fsum(teacher[read] - student[read]) / int(read.sum())
-    return advantage
+    q, pi, mask_T = _checks.masked_logprobs("sequence_advantage", teacher_logprobs, student_logprobs, mask)
+    for t in np.flatnonzero(q == -math.inf):
+        raise ValueError(f"sequence_advantage: the teacher logprob at position {t} is -inf and is not clipped here")
+    mean = _distributions.exact_sum(advantage(q, pi)) / max(int(mask_T.sum()), 1)
+    return np.where(mask_T, mean, 0.0)
 
 
 def hybrid_advantage(grpo: ArrayLike, sdpo: ArrayLike, weight: float) -> Array:
@@ -66,53 +55,23 @@ def hybrid_advantage(grpo: ArrayLike, sdpo: ArrayLike, weight: float) -> Array:
     Source: SDPO, arXiv 2601.20802, figure 11 (weight 0.9).
     """
     a, b = np.asarray(grpo, dtype=np.float64), np.asarray(sdpo, dtype=np.float64)
-    if not 0.0 <= weight <= 1.0:
-        raise ValueError(f"hybrid_advantage: weight is {weight}; it lies in [0, 1]")
-    if a.shape != b.shape:
-        raise ValueError(f"hybrid_advantage: shapes differ: grpo {a.shape}, sdpo {b.shape}")
+    _checks.inside("hybrid_advantage", "weight", weight)
+    _checks.equal_shapes("hybrid_advantage", grpo=a, sdpo=b)
     return weight * a + (1.0 - weight) * b
-
-
-def _read_logprobs(
-    name: str,
-    teacher_logprobs: Logprobs,
-    student_logprobs: Logprobs,
-    mask: Mask,
-) -> tuple[Array, Array, NDArray[np.bool_]]:
-    if not len(teacher_logprobs) == len(student_logprobs) == len(mask):
-        raise ValueError(
-            f"{name}: shapes differ: teacher {len(teacher_logprobs)}, student {len(student_logprobs)}, mask {len(mask)}"
-        )
-    read = _mask(name, np.asarray(mask))
-    teacher, student = np.full(len(read), math.nan), np.full(len(read), math.nan)
-    for t in np.flatnonzero(read).tolist():
-        for who, values, row in (("teacher", teacher_logprobs, teacher), ("student", student_logprobs, student)):
-            value = values[t]
-            if value is None or math.isnan(value) or value == math.inf or (who == "student" and value == -math.inf):
-                raise ValueError(f"{name}: the {who} logprob at position {t} is {value}")
-            row[t] = value
-    return teacher, student, read
-
-
-def _mask(name: str, mask: NDArray[np.generic]) -> NDArray[np.bool_]:
-    for position in np.argwhere((mask != 0) & (mask != 1)):
-        raise ValueError(f"{name}: the mask at position {_place(position)} is {mask[tuple(position)]}; it is 0 or 1")
-    return mask == 1
-
-
-def _place(position: Sequence[int] | NDArray[np.intp]) -> str:
-    return str(int(position[0])) if len(position) == 1 else str(tuple(int(i) for i in position))
 
 
 # Logit level
 
 
-class _Options(NamedTuple):
-    divergence: str
-    mixture: float
-    top_k: int | None
-    tail: bool
-    aggregation: str
+def divergence(p: Distribution, q: Distribution, kind: str, a: float = 0.5) -> float:
+    """Of teacher q and student p, in nats: `forward_kl` KL(q || p), `reverse_kl` KL(p || q),
+    `jsd` (1-a) KL(p || m) + a KL(q || m) with m = (1-a) p + a q."""
+    if kind == "forward_kl":
+        return kl(q, p)
+    if kind == "reverse_kl":
+        return kl(p, q)
+    m = mixture(p, q, a)
+    return (1.0 - a) * kl(p, m) + a * kl(q, m)
 
 
 def logit_loss(
@@ -158,6 +117,14 @@ def logit_loss_grad(
     return _logit_loss(student_logits, teacher_logits, mask, options, importance_ratio)[1]
 
 
+class _Options(NamedTuple):
+    divergence: str
+    mixture: float
+    top_k: int | None
+    tail: bool
+    aggregation: str
+
+
 def _logit_loss(
     student_logits: ArrayLike,
     teacher_logits: ArrayLike,
@@ -166,13 +133,13 @@ def _logit_loss(
     importance_ratio: ArrayLike | None,
 ) -> tuple[float, Array]:
     student, teacher = np.asarray(student_logits, dtype=np.float64), np.asarray(teacher_logits, dtype=np.float64)
-    read = _mask("logit_loss", np.asarray(mask))
-    _check_options(student, teacher, read, options)
-    weights = _aggregation_weights(read, options.aggregation)
+    mask_BT = _checks.zero_or_one("logit_loss", np.asarray(mask))
+    _check_options(student, teacher, mask_BT, options)
+    weights = aggregation_weights(mask_BT, options.aggregation)
     if importance_ratio is not None:
-        weights = weights * _checked_ratio(importance_ratio, read)
+        weights = weights * _checks.ratios("logit_loss", importance_ratio, mask_BT)
     loss, grad = 0.0, np.zeros_like(student)
-    for b, t in np.argwhere(read):
+    for b, t in np.argwhere(mask_BT):
         value, row = _row(student[b, t], teacher[b, t], options, f"({b}, {t})")
         if weights[b, t] != 0.0:
             loss += weights[b, t] * value
@@ -182,126 +149,59 @@ def _logit_loss(
 
 def _row(student: Array, teacher: Array, options: _Options, place: str) -> tuple[float, Array]:
     """The divergence of one row and its gradient with respect to the student's logits, (V,)."""
-    log_p = log_softmax(student, f"logit_loss: student row {place}")
-    log_q = log_softmax(teacher, f"logit_loss: teacher row {place}")
+    log_p = _distributions.log_softmax(student, f"logit_loss: student row {place}")
+    log_q = _distributions.log_softmax(teacher, f"logit_loss: teacher row {place}")
     kept = np.arange(len(student))
     if options.top_k is not None:
         kept = np.argsort(-student, kind="stable")[: options.top_k]
         if not options.tail:
-            log_p = renormalised(student, kept, f"logit_loss: student row {place}")
-            log_q = renormalised(teacher, kept, f"logit_loss: teacher row {place}")
+            log_p = _distributions.renormalised(student, kept, f"logit_loss: student row {place}")
+            log_q = _distributions.renormalised(teacher, kept, f"logit_loss: teacher row {place}")
     use_tail = options.top_k is not None and options.tail
-    p, q = bucketed(log_p, kept, use_tail), bucketed(log_q, kept, use_tail)
-    top = int(np.argmax(student))
-    with np.errstate(invalid="ignore"):  # -inf - -inf, where the student has no probability
-        ratios = (student - student[top]) - (teacher - teacher[top])
-    return _divergence(p, q, options), _row_gradient(p, q, np.exp(log_p), kept, ratios, options)
-
-
-def _divergence(p: Buckets, q: Buckets, options: _Options) -> float:
+    p, q = (_distributions.bucketed(row, kept, use_tail) for row in (log_p, log_q))
     if options.divergence == "forward_kl":
-        return kl_divergence(q.log, p.log) + q.excess - p.excess
-    if options.divergence == "reverse_kl":
-        return kl_divergence(p.log, q.log) + p.excess - q.excess
-    a = options.mixture
-    mixed = log_mixture(p.log, q.log, a)
-    mixed_excess = (1.0 - a) * p.excess + a * q.excess
-    return (1.0 - a) * (kl_divergence(p.log, mixed) + p.excess - mixed_excess) + a * (
-        kl_divergence(q.log, mixed) + q.excess - mixed_excess
-    )
+        slopes = _distributions.forward_kl_slopes(p, q)
+    elif options.divergence == "reverse_kl":
+        top = int(np.argmax(student))
+        with np.errstate(invalid="ignore"):  # -inf - -inf, where the student has no probability
+            log_ratio = (student - student[top]) - (teacher - teacher[top])
+        slopes = _distributions.reverse_kl_slopes(p, q, log_ratio[kept])
+    else:
+        slopes = _distributions.jsd_slopes(p, q, options.mixture)
+    gradient = _distributions.logit_gradient(p, np.exp(log_p), kept, slopes)
+    return divergence(p, q, options.divergence, options.mixture), gradient
 
 
-def _row_gradient(
-    p: Buckets, q: Buckets, student: Array, kept: NDArray[np.intp], ratios: Array, options: _Options
-) -> Array:
-    """With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0.
-
-    As long as no bucket is a constant, a number added to every g changes nothing; see `_bucket_gradients`.
-    """
-    weighted, added = _bucket_gradients(p, q, kept, ratios, options)
-    if p.capped:
-        weighted[-1] = 0.0
-    total = weighted.sum()
-    if not math.isfinite(total + added):
-        return np.full_like(student, math.nan)
-    grad = -student * total
-    grad[kept] += weighted[: len(kept)]
-    if p.has_tail:
-        dropped = np.ones(len(student), dtype=bool)
-        dropped[kept] = False
-        grad[dropped] += student[dropped] * (weighted[-1] / np.exp(p.log[-1]))
-        if p.capped:  # what was left out of every g but the tail's
-            rest = student[dropped].sum()
-            grad[kept] += student[kept] * added * rest
-            grad[dropped] -= student[dropped] * added * (1.0 - rest)
-    return grad
-
-
-def _bucket_gradients(
-    p: Buckets, q: Buckets, kept: NDArray[np.intp], ratios: Array, options: _Options
-) -> tuple[Array, float]:
-    """`p_b (g_b - c)` of each bucket, 0 where p_b is 0 and the divergence does not read it, and the number c.
-
-    For the reverse KL g_b = log(p_b/q_b) + 1, and c is that of the student's largest entry: between logits of +-65504
-    these are large and nearly equal, and `ratios`, log(p_j/q_j) less that of the largest, come from the logits exactly.
-    """
-    if options.divergence == "forward_kl":
-        return -np.exp(q.log), 0.0
-    student, weighted = np.exp(p.log), np.zeros_like(p.log)
-    read = student > 0.0
-    if options.divergence == "reverse_kl":
-        top = int(np.argmax(p.log[: len(kept)]))
-        added = p.log[top] - q.log[top]
-        g = np.append(ratios[kept], p.log[-1] - q.log[-1] - added) if p.has_tail else ratios[kept]
-        weighted[read] = student[read] * g[read]
-        return weighted, added + 1.0
-    mixed = log_mixture(p.log, q.log, options.mixture)
-    weighted[read] = (1.0 - options.mixture) * student[read] * (p.log[read] - mixed[read])
-    return weighted, 0.0
-
-
-def _check_options(student: Array, teacher: Array, read: NDArray[np.bool_], options: _Options) -> None:
-    divergence, mixture, top_k, _, _ = options
-    if student.ndim != 3 or student.shape != teacher.shape or student.shape[:2] != read.shape:
+def _check_options(student: Array, teacher: Array, mask: NDArray[np.bool_], options: _Options) -> None:
+    if student.ndim != 3 or student.shape != teacher.shape or student.shape[:2] != mask.shape:
         raise ValueError(
             f"logit_loss: shapes differ: student_logits {student.shape}, teacher_logits {teacher.shape}, "
-            f"mask {read.shape}; (B, T, V), (B, T, V), (B, T) are expected"
+            f"mask {mask.shape}; (B, T, V), (B, T, V), (B, T) are expected"
         )
-    if divergence not in DIVERGENCES:
-        raise ValueError(f"logit_loss: divergence is {divergence!r}; it is one of {', '.join(DIVERGENCES)}")
-    if divergence == "jsd" and not 0.0 < mixture < 1.0:
-        raise ValueError(f"logit_loss: mixture is {mixture}; it lies strictly inside (0, 1)")
+    _checks.one_of("logit_loss", "divergence", options.divergence, DIVERGENCES)
+    if options.divergence == "jsd" and not 0.0 < options.mixture < 1.0:
+        raise ValueError(f"logit_loss: mixture is {options.mixture}; it lies strictly inside (0, 1)")
+    top_k = options.top_k
     if top_k is not None and (top_k != int(top_k) or not 1 <= top_k <= student.shape[2]):
         raise ValueError(
             f"logit_loss: top_k is {top_k}; it is a whole number in [1, {student.shape[2]}], the vocabulary"
         )
 
 
-def _aggregation_weights(read: NDArray[np.bool_], aggregation: str) -> Array:
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"logit_loss: aggregation is {aggregation!r}; it is one of {', '.join(AGGREGATIONS)}")
-    tokens = read.sum(axis=1)
+def aggregation_weights(mask: NDArray[np.bool_], aggregation: str) -> Array:
+    """What each token's divergence is multiplied with, (B, T), 0 at mask 0: `token_mean` 1 / all tokens,
+    `sequence_mean` 1 / (its sequence's tokens x sequences with a token), `sequence_sum` 1 / such sequences,
+    `token_sum` 1. ValueError: another name; a fully masked batch, except for `token_sum`."""
+    _checks.one_of("logit_loss", "aggregation", aggregation, AGGREGATIONS)
+    one, tokens = mask.astype(np.float64), mask.sum(axis=1, keepdims=True)
     sequences = int((tokens > 0).sum())
     if sequences == 0 and aggregation != "token_sum":
         raise ValueError(f"logit_loss: every position of the batch is masked; {aggregation} of nothing does not exist")
-    weights = np.zeros(read.shape)
-    for b, t in np.argwhere(read):
-        weights[b, t] = {
-            "token_mean": 1.0 / int(tokens.sum()),
-            "sequence_mean": 1.0 / (int(tokens[b]) * sequences),
-            "sequence_sum": 1.0 / sequences,
-            "token_sum": 1.0,
-        }[aggregation]
-    return weights
-
-
-def _checked_ratio(importance_ratio: ArrayLike, read: NDArray[np.bool_]) -> Array:
-    ratio = np.asarray(importance_ratio, dtype=np.float64)
-    if ratio.shape != read.shape:
-        raise ValueError(f"logit_loss: importance_ratio has shape {ratio.shape}; {read.shape} is expected")
-    for position in np.argwhere(read & ~(np.isfinite(ratio) & (ratio >= 0.0))):
-        raise ValueError(f"logit_loss: importance_ratio at {_place(position)} is {ratio[tuple(position)]}")
-    return np.where(read, ratio, 0.0)
+    if aggregation == "token_mean":
+        return one / int(tokens.sum())
+    if aggregation == "sequence_mean":
+        return one / (np.maximum(tokens, 1) * sequences)
+    return one / sequences if aggregation == "sequence_sum" else one
 
 
 # Teachers and siblings
@@ -337,8 +237,7 @@ def current(initial_logits: ArrayLike, student_logits: ArrayLike) -> Array:
 
 
 def _between(name: str, start: Array, end: Array, rate: float) -> Array:
-    if not 0.0 <= rate <= 1.0:
-        raise ValueError(f"{name}: rate is {rate}; it lies in [0, 1]")
+    _checks.inside(name, "rate", rate)
     if start.shape != end.shape:
         raise ValueError(f"{name}: shapes differ: {start.shape} and {end.shape}")
     if rate in (0.0, 1.0):  # 0 times -inf is NaN

@@ -7,10 +7,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._distributions import kl_divergence, log_softmax
+from . import _checks
+from ._distributions import Array, kl_divergence, log_softmax
 from .averaging import three_level_mean
 
 Episodes = Sequence[Mapping[str, Any]]
+
+
+def gate(success: bool, student_logprob: float, teacher_logprob: float) -> bool:
+    """`g = 1 if the episode succeeded and l_q < l_p else 0`: an action is protected; strict, a tie is not."""
+    return success and teacher_logprob < student_logprob
+
+
+def kl(student: Array, teacher: Array) -> float:
+    """`(1/n) sum_j KL(q_j || p_j)` in nats, of the log-probabilities of an action's rows, (n, V)."""
+    return sum(kl_divergence(q_j, p_j) for p_j, q_j in zip(student, teacher, strict=True)) / len(student)
+
+
+def floor(student_logprob: float, n: int, tau0: float) -> float:
+    """`(1/n) relu(log tau0 - l_p)` in nats, of an action of n tokens."""
+    return max(math.log(tau0) - student_logprob, 0.0) / n
 
 
 class SpodLoss(NamedTuple):
@@ -24,37 +40,27 @@ class SpodLoss(NamedTuple):
     floor: list[list[float]]
 
 
-class _Action(NamedTuple):
-    student: NDArray[np.float64]  # (n, V) log-probabilities
-    teacher: NDArray[np.float64]  # (n, V) log-probabilities
-    tokens: NDArray[np.int64]  # (n,)
-    student_logprob: float
-    teacher_logprob: float
-    gate: bool
-
-
 def success_preserving_loss(episodes: Episodes, tau0: float = 0.5, floor_weight: float = 1.0) -> SpodLoss:
-    """SPOD's loss in nats of episodes `{"success": bool, "actions": [...]}`, ragged.
+    """The `three_level_mean` of `(1 - g) kl + floor_weight g floor`, in nats; ragged.
 
-    An action is `{"student_logits": (n, V), "teacher_logits": (n, V), "tokens": (n,)}`, its end token included.
-    The gate of an action is: the episode succeeded and the teacher gives the action strictly less log-probability.
-    `kl` and `floor` are contributions: 0 where the other term acts, `floor_weight` excluded.
-    ValueError names the place: empty batch, episode or action, shapes that differ, a token outside [0, V), tau0 outside
-    (0, 1], a negative floor_weight, a row with NaN or +inf or all -inf. Source: arXiv 2610.25034, sections 3 and 4.
+    An episode is `{"success": bool, "actions": [...]}`, an action `{"student_logits": (n, V), "teacher_logits": (n, V),
+    "tokens": (n,)}`, its end token included. `kl` and `floor` are contributions: 0 where the other term acts,
+    `floor_weight` excluded. ValueError names the place: empty batch, episode or action, shapes that differ, a token
+    outside [0, V), tau0 outside (0, 1], a negative floor_weight, a row with NaN or +inf or all -inf.
+    Source: arXiv 2610.25034, sections 3 and 4.
     """
-    checked = _check(episodes, tau0, floor_weight)
-    kl, floor, values = [], [], []
-    for actions in checked:
-        kl.append([0.0 if a.gate else _mean_kl(a) for a in actions])
-        floor.append([max(math.log(tau0) - a.student_logprob, 0.0) / len(a.tokens) if a.gate else 0.0 for a in actions])
-        values.append([[k + floor_weight * f if f else k] for k, f in zip(kl[-1], floor[-1], strict=True)])
+    batch = _checked(episodes, tau0, floor_weight)
+    kls = [[0.0 if a.gate else kl(a.student, a.teacher) for a in actions] for actions in batch]
+    floors = [[floor(a.student_logprob, a.n, tau0) if a.gate else 0.0 for a in actions] for actions in batch]
     return SpodLoss(
-        loss=three_level_mean(values),
-        gate=[[a.gate for a in actions] for actions in checked],
-        student_logprob=[[a.student_logprob for a in actions] for actions in checked],
-        teacher_logprob=[[a.teacher_logprob for a in actions] for actions in checked],
-        kl=kl,
-        floor=floor,
+        loss=three_level_mean(
+            [[[k + floor_weight * f] for k, f in zip(*rows, strict=True)] for rows in zip(kls, floors, strict=True)]
+        ),
+        gate=[[a.gate for a in actions] for actions in batch],
+        student_logprob=[[a.student_logprob for a in actions] for actions in batch],
+        teacher_logprob=[[a.teacher_logprob for a in actions] for actions in batch],
+        kl=kls,
+        floor=floors,
     )
 
 
@@ -64,67 +70,58 @@ def success_preserving_grad(
     """d `success_preserving_loss` / d student_logits, ragged: `[episode][action]` is (n, V).
 
     With w = 1 / (n S E): `w (p - q)` where unprotected, `floor_weight w (p - onehot)` where protected and under the
-    floor, exactly 0 where protected and at or above it. ValueError as the loss.
+    floor, exactly 0 where protected and at or above it. The gate is held fixed. ValueError as the loss.
     """
-    checked = _check(episodes, tau0, floor_weight)
-    gradients = []
-    for actions in checked:
-        rows = []
+    batch = _checked(episodes, tau0, floor_weight)
+    gradients: list[list[Array]] = []
+    for actions in batch:
+        gradients.append([])
         for a in actions:
-            n = len(a.tokens)
-            weight = 1.0 / (n * len(actions) * len(checked))
+            w = 1.0 / (a.n * len(actions) * len(batch))
+            p, q = np.exp(a.student), np.exp(a.teacher)
             if not a.gate:
-                rows.append(weight * (np.exp(a.student) - np.exp(a.teacher)))
+                slope = w * (p - q)
             elif a.student_logprob < math.log(tau0):
-                onehot = np.zeros_like(a.student)
-                onehot[np.arange(n), a.tokens] = 1.0
-                rows.append(floor_weight * weight * (np.exp(a.student) - onehot))
+                slope = floor_weight * w * (p - np.eye(p.shape[1])[a.tokens])
             else:
-                rows.append(np.zeros_like(a.student))
-        gradients.append(rows)
+                slope = np.zeros_like(p)
+            gradients[-1].append(slope)
     return gradients
 
 
-def _mean_kl(action: _Action) -> float:
-    rows = [kl_divergence(q, p) for q, p in zip(action.teacher, action.student, strict=True)]
-    return sum(rows) / len(rows)
+class _Action(NamedTuple):
+    student: Array  # log p (n, V)
+    teacher: Array  # log q (n, V)
+    tokens: NDArray[np.int64]  # (n,)
+    student_logprob: float  # l_p
+    teacher_logprob: float  # l_q
+    gate: bool
+
+    @property
+    def n(self) -> int:
+        return len(self.tokens)
 
 
-def _check(episodes: Episodes, tau0: float, floor_weight: float) -> list[list[_Action]]:
+def _checked(episodes: Episodes, tau0: float, floor_weight: float) -> list[list[_Action]]:
     if not 0.0 < tau0 <= 1.0:
         raise ValueError(f"spod: tau0 is {tau0}; it lies in (0, 1]")
     if not (math.isfinite(floor_weight) and floor_weight >= 0.0):
         raise ValueError(f"spod: floor_weight is {floor_weight}; it is finite and not negative")
     if len(episodes) == 0:
         raise ValueError("spod: the batch has no episode")
-    checked = []
+    batch: list[list[_Action]] = []
     for e, episode in enumerate(episodes):
         if len(episode["actions"]) == 0:
             raise ValueError(f"spod: episode {e} has no action")
-        success = bool(episode["success"])
-        checked.append(
-            [_check_action(action, success, f"episode {e}, action {i}") for i, action in enumerate(episode["actions"])]
-        )
-    return checked
+        places = [(f"episode {e}, action {i}", action) for i, action in enumerate(episode["actions"])]
+        batch.append([_scored(action, bool(episode["success"]), where) for where, action in places])
+    return batch
 
 
-def _check_action(action: Mapping[str, Any], success: bool, place: str) -> _Action:
-    student = np.asarray(action["student_logits"], dtype=np.float64)
-    teacher = np.asarray(action["teacher_logits"], dtype=np.float64)
-    tokens = np.asarray(action["tokens"])
-    if tokens.ndim != 1 or tokens.size == 0:
-        raise ValueError(f"spod: {place} has no token")
-    if student.shape != teacher.shape or student.ndim != 2 or student.shape[0] != tokens.size:
-        raise ValueError(
-            f"spod: {place}: shapes differ: student_logits {student.shape}, teacher_logits {teacher.shape}, "
-            f"tokens {tokens.shape}"
-        )
-    for j, token in enumerate(tokens):
-        if not 0 <= token < student.shape[1] or token != int(token):
-            raise ValueError(f"spod: {place}: token {j} is {token}, outside [0, {student.shape[1]})")
-    tokens = tokens.astype(np.int64)
-    log_p = np.stack([log_softmax(row, f"{place}, student row {j}") for j, row in enumerate(student)])
-    log_q = np.stack([log_softmax(row, f"{place}, teacher row {j}") for j, row in enumerate(teacher)])
+def _scored(action: Mapping[str, Any], success: bool, where: str) -> _Action:
+    student, teacher, tokens = _checks.action(action, f"spod: {where}")
+    log_p = np.stack([log_softmax(row, f"{where}, student row {j}") for j, row in enumerate(student)])
+    log_q = np.stack([log_softmax(row, f"{where}, teacher row {j}") for j, row in enumerate(teacher)])
     l_p = float(sum(log_p[j, token] for j, token in enumerate(tokens)))
     l_q = float(sum(log_q[j, token] for j, token in enumerate(tokens)))
-    return _Action(log_p, log_q, tokens, l_p, l_q, success and l_q < l_p)
+    return _Action(log_p, log_q, tokens, l_p, l_q, gate(success, l_p, l_q))
