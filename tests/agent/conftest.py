@@ -37,6 +37,7 @@ def renderers(tiny_tokenizer: Any) -> dict[str, renderer.Renderer]:
         "qwen3.5": renderer.load("auto", qwen),
         "qwen3": renderer.load("qwen3", qwen),
         "qwen3-thinking": renderer.load("qwen3", qwen, thinking=True),
+        "qwen3.5-thinking": renderer.load("qwen3.5", qwen, thinking=True),
     }
 
 

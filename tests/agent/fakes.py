@@ -105,6 +105,7 @@ class Talker:
     """A user who says given things in turn, then stops."""
 
     retries = 0
+    cut_replies = 0
 
     def __init__(self, said: Sequence[str]) -> None:
         self._said = list(said)

@@ -113,3 +113,24 @@ def test_the_reference_vocabulary_is_asked_for_when_it_is_not_replaced(monkeypat
     monkeypatch.setattr(gpt_oss, "load_harmony_encoding", offline)
     with pytest.raises(BadInputError, match=r"harmony vocabulary.*TIKTOKEN_ENCODINGS_BASE"):
         load("auto", Bytes(), model="openai/gpt-oss-120b")
+
+
+def test_how_hard_the_judge_reasons_is_in_its_prompt(harmony, monkeypatch):
+    prompts = {}
+    for effort in ("low", "medium", "high", None):
+        made = load("auto", Bytes(), model="openai/gpt-oss-120b", effort=effort)
+        prompts[effort] = Bytes().decode(made.render_ids([user("hi")], add_generation_prompt=True))
+        assert f'"reasoning_effort": "{(effort or "medium").capitalize()}"' in prompts[effort]
+    assert prompts[None] == prompts["medium"]
+    assert len(set(prompts.values())) == 3
+
+
+def test_what_harmony_answers_is_kept_with_its_thoughts(harmony):
+    texts = (f"{THOUGHT}<|channel|>final<|message|>no<|return|>", "thinking on and on", f"{ANSWER}<|return|>")
+    result, _ = judge(harmony, *texts)
+    assert [a.text for a in result.answers] == [text.removesuffix("<|return|>") for text in texts]
+    assert [a.error for a in result.answers] == [
+        "it is no judgement",
+        "it never left its thoughts",
+        "it never left its thoughts",
+    ]

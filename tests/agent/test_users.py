@@ -7,90 +7,40 @@ import pytest
 from paritygate import retail
 from paritygate.agent import Limits, run_episode
 from paritygate.agent.prompt import full
-from paritygate.agent.user import ModelUser, ScriptedUser, SimulatorFault, asks_to_confirm, opening, read_reply
-from paritygate.backend import BackendError, ServiceDown
+from paritygate.agent.user import ModelUser, ScriptedUser, SimulatorFault, opening, read_reply
+from paritygate.backend import BackendError, Sample, ServiceDown
 from tests.agent.fakes import TOOLS, Script, Store, Task, in_order
 
 PROMPT = "Play this customer:\n{instruction}"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "I will cancel order #W1. Do you confirm (yes/no)?",
-        "Shall I proceed with the return?",
-        "Would you like me to go ahead?",
-        "Please confirm the details above.",
-        "Is this correct?",
-        "Do you want me to cancel it",
-        "Can you please confirm that you want to return both items?",
-        "Reply below: is everything right?",
-        "Should I cancel the order?",
-        "Do you want me to return the lamp?",
-        "Do you wish to proceed?",
-        "Let me know if you'd like me to go ahead.",
-        "Let me know if everything looks right.",
-        'To continue, reply with "yes".',
-        "Please say YES to cancel the order.",
-        "I need your explicit confirmation before I change it.",
-        "Once you confirm, I will process the refund.",
-        "Are you sure that you want to cancel?",
-        "Does that look correct to you?",
-        "Are these the right items, is that okay with you?",
-        "To go ahead with this exchange, may I continue?",
-    ],
-)
-def test_the_agent_waits_for_a_confirmation(text):
-    assert asks_to_confirm(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Is there anything else I can help you with?",
-        "Your order has been cancelled.",
-        "What is your email?",
-        "Which item would you like to return?",
-        "I have confirmed your identity.",
-        "You will get an email with a confirmation.",
-        "Yes, the lamp is available.",
-        "I am sorry, I cannot do that.",
-        "What is the reason for the return?",
-        "Do you have another payment method?",
-        "",
-    ],
-)
-def test_the_agent_does_not_wait_for_a_confirmation(text):
-    assert not asks_to_confirm(text)
 
 
 CONFIRM = "I will cancel it. Do you confirm (yes/no)?"
 
 
 @pytest.mark.parametrize(
-    ("text", "agent", "expected"),
+    ("text", "expected"),
     [
-        ("Hello.", None, ("Hello.", False)),
-        ("Thanks! ###STOP###", "Done.", ("Thanks! ###STOP###", True)),
-        ("###STOP###", "Is there anything else?", ("###STOP###", True)),
+        ("Hello.", ("Hello.", False)),
+        # Words beside the marker are said and are the last ones; the marker alone is all there is.
+        ("Thanks! ###STOP###", ("Thanks!", True)),
+        ("###STOP### Yes, go ahead.", ("Yes, go ahead.", True)),
+        ("No, ###STOP### leave it. ###STOP###", ("No,  leave it.", True)),
+        ("###STOP###", ("###STOP###", True)),
+        (" ###STOP###\n###STOP###", ("###STOP###", True)),
         # A marker in thinking is no marker, and thinking is not said.
-        ("<think>I could ###STOP### here</think>Please go on.", "Done?", ("Please go on.", False)),
-        ("<think>###STOP###", "Done.", ("", False)),
-        ("hidden ###STOP###</think>Yes.", "Done.", ("Yes.", False)),
-        ("<think>a</think>bye ###STOP###", "Done.", ("bye ###STOP###", True)),
-        # While a confirmation is awaited, nothing stops.
-        ("Yes, go ahead. ###STOP###", CONFIRM, ("Yes, go ahead.", False)),
-        ("No, leave it. ###STOP###", CONFIRM, ("No, leave it.", False)),
-        ("###STOP###", CONFIRM, ("", False)),
-        ("   ", "Done.", ("", False)),
+        ("<think>I could ###STOP### here</think>Please go on.", ("Please go on.", False)),
+        ("<think>###STOP###", ("", False)),
+        ("hidden ###STOP###</think>Yes.", ("Yes.", False)),
+        ("<think>a</think>bye ###STOP###", ("bye", True)),
+        ("   ", ("", False)),
     ],
 )
-def test_what_a_reply_says_and_whether_it_stops(text, agent, expected):
-    assert read_reply(text, agent) == expected
+def test_what_a_reply_says_and_whether_it_stops(text, expected):
+    assert read_reply(text) == expected
 
 
 class Says:
-    """A sampler for `ModelUser` that writes texts (an exception is raised instead), remembering prompts and seeds."""
+    """A sampler for `ModelUser` that writes texts (an exception is raised, a tuple is cut), with prompts and seeds."""
 
     def __init__(self, renderer, texts):
         self._tokenizer, self._stop = renderer._tokenizer._tokenizer, renderer.get_stop_token_ids()[0]
@@ -104,7 +54,10 @@ class Says:
         text = self._texts.pop(0)
         if isinstance(text, Exception):
             raise text
-        return await Script(in_order([[*self._tokenizer.encode(text), self._stop]])).sample(tokens, max_tokens=10_000)
+        if isinstance(text, tuple):
+            ids = self._tokenizer.encode(text[0])
+            return [Sample(tuple(ids), (0.0,) * len(ids), "length")]
+        return await Script(in_order([[*self._tokenizer.encode(text), self._stop]])).sample(tokens, max_tokens=100_000)
 
 
 def model_user(renderer, texts, **options):
@@ -133,12 +86,34 @@ def test_the_simulator_hears_no_thinking_and_says_none(renderers, name):
     assert "Yes." in says.prompts[2]
 
 
-@pytest.mark.parametrize("bad", ["", "   ", "<think>only thought", BackendError("400: too long")])
+NESTED = '<tool_call>{"name": "look", "arguments": ' + "[" * 50_000 + "</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "   ", "<think>only thought", BackendError("400: too long"), ("I want to",), NESTED], ids=range(6)
+)
 def test_an_empty_or_failing_reply_is_asked_for_again_with_another_seed(renderers, bad):
     user, says = model_user(renderers["chatml"], [bad, bad, "Here I am."])
     assert asyncio.run(user.reply(None)) == ("Here I am.", False)
     assert user.retries == 2
     assert len(set(says.seeds)) == 3
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "qwen3.5"])
+def test_deeply_nested_json_of_a_simulator_is_no_reply(renderers, name):
+    user, _ = model_user(renderers[name], [NESTED, "Here I am."])
+    said, stop = asyncio.run(user.reply(None))
+    assert (said, stop, user.retries) == ("Here I am.", False, 1)
+
+
+def test_a_cut_reply_is_counted_and_asked_for_again(renderers):
+    user, _ = model_user(renderers["chatml"], [("I want to cancel ###STOP###",), "Cancel it."])
+    assert asyncio.run(user.reply(None)) == ("Cancel it.", False)
+    assert (user.retries, user.cut_replies) == (1, 1)
+    user, _ = model_user(renderers["chatml"], [("a",), ("b",), ("c",)])
+    with pytest.raises(SimulatorFault):
+        asyncio.run(user.reply(None))
+    assert user.cut_replies == 3
 
 
 def test_three_bad_replies_are_a_fault(renderers):
@@ -171,33 +146,67 @@ def test_a_fault_ends_the_episode_which_is_counted_and_never_trained_on(renderer
     assert trajectory.user_retries == 3
 
 
-def test_a_stop_while_confirming_is_said_without_its_marker(renderers):
-    trajectory, _ = play(renderers["chatml"], ["Cancel it.", "Yes ###STOP###", "###STOP###"], (CONFIRM, "Done."))
-    assert trajectory.ended_by == "user_stop"
-    assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == ["Cancel it.", "Yes", "###STOP###"]
+def said_by_user(trajectory):
+    return [m["content"] for m in trajectory.messages if m["role"] == "user"]
+
+
+CALL = '<tool_call>{"name": "cancel_pending_order", "arguments": {"x": "#W1"}}</tool_call>'
+
+
+def test_the_last_words_are_said_acted_on_and_answered(renderers):
+    """The agent calls what the user agreed to, then speaks: there the episode ends, without another reply."""
+    turns = (CONFIRM, CALL, CALL, "It is cancelled.", "never sampled")
+    trajectory, env = play(renderers["chatml"], ["Cancel it.", "Yes, go ahead. ###STOP###"], turns)
+    assert (trajectory.ended_by, trajectory.reward, trajectory.turns) == ("user_stop", 1.0, 4)
+    assert said_by_user(trajectory) == ["Cancel it.", "Yes, go ahead."]
+    assert len(env.called) == 2
+    assert trajectory.messages[-1]["content"] == "It is cancelled."
+
+
+def test_a_marker_alone_ends_at_once_whatever_the_agent_said(renderers):
+    """A pattern that guessed whether the agent waits for a yes was wrong both ways: these two sentences."""
+    for sentence in ("I can confirm your order was cancelled.", "Do you authorize this exchange?", CONFIRM):
+        trajectory, _ = play(renderers["chatml"], ["Hi.", "###STOP###"], (sentence, "never sampled"))
+        assert (trajectory.ended_by, trajectory.turns) == ("user_stop", 1)
+        assert said_by_user(trajectory) == ["Hi.", "###STOP###"]
+        trajectory, _ = play(renderers["chatml"], ["Hi.", "Yes ###STOP###"], (sentence, CALL, "Done.", "never"))
+        assert (trajectory.ended_by, trajectory.turns) == ("user_stop", 3)
+        assert said_by_user(trajectory) == ["Hi.", "Yes"]
+
+
+def test_an_agent_that_only_calls_after_the_last_words_meets_the_turn_limit(renderers):
+    trajectory, env = play(renderers["chatml"], ["Hi.", "Yes ###STOP###"], (CONFIRM, *[CALL] * 11))
+    assert (trajectory.ended_by, trajectory.reward, env.ended) == ("turn_limit", 0.0, "cut")
+
+
+def test_cut_replies_are_counted_with_the_episode(renderers):
+    trajectory, _ = play(renderers["chatml"], [("Canc",), "Cancel it.", ("Th",), "###STOP###"], ("Done.",))
+    assert (trajectory.user_retries, trajectory.user_cut_replies) == (2, 2)
+    assert trajectory.from_json(trajectory.to_json()) == trajectory
+
+
+def scripted(*texts):
+    async def talk():
+        user = ScriptedUser(Task())
+        return [await user.reply(text) for text in (None, *texts)]
+
+    return asyncio.run(talk())
 
 
 def test_the_scripted_user_opens_confirms_and_stops():
-    async def talk():
-        user = ScriptedUser(Task())
-        return [await user.reply(text) for text in (None, CONFIRM, "It is done.")]
-
-    said = asyncio.run(talk())
+    said = scripted(CONFIRM, "It is done.")
     assert said[0] == ("Hi. My name is Ann Lee and my zip code is 12345. Cancel order #W1234567.", False)
     assert said[1:] == [("Yes.", False), ("###STOP###", True)]
 
 
 def test_the_scripted_user_repeats_its_wish_once_and_confirms_whenever_asked():
-    async def talk(texts):
-        user = ScriptedUser(Task())
-        return [await user.reply(text) for text in texts]
-
-    asked = asyncio.run(talk([None, "What is your order id?", "What is your order id?"]))
-    assert asked[1] == asked[0]
-    assert asked[2] == ("###STOP###", True)
-    assert asyncio.run(talk([None, "", ""]))[1:] == [asked[0], ("###STOP###", True)]
-    assert [stop for _, stop in asyncio.run(talk([None, *[CONFIRM] * 4]))] == [False] * 5
-    assert asyncio.run(talk([None, "Anything else?"]))[1] == ("###STOP###", True)
+    opening, *asked = scripted("What is your order id?", "What is your order id?")
+    assert asked == [opening, ("Yes.", True)]
+    assert scripted("", "")[1:] == [opening, ("###STOP###", True)]
+    assert scripted(*[CONFIRM] * 4)[1:] == [("Yes.", False)] * 4
+    assert scripted("Anything else?")[1] == ("###STOP###", True)
+    assert scripted("I can confirm your order was cancelled.")[1] == ("Yes.", True)
+    assert scripted("Shall I proceed?", "Do you authorize this exchange?")[1:] == [opening, ("Yes.", True)]
 
 
 def test_every_opening_is_in_the_first_person_and_holds_what_the_gold_needs(tau_bench_dir):

@@ -222,3 +222,44 @@ def test_no_call_raises_and_only_writes_leave_traces(source: retail.Source) -> N
             elif name != "modify_user_address":
                 assert answer == json.dumps(db.record("orders", arguments["order_id"]))
     assert retail.database_hash(source.database()) == source.initial_hash
+
+
+def gift_card(db: Database, order: dict[str, Any], balance: float) -> str:
+    """The order's user gets a gift card of this balance; its id."""
+    methods = db.edit("users", order["user_id"])["payment_methods"]
+    methods["gift_card_0000001"] = {"source": "gift_card", "balance": balance, "id": "gift_card_0000001"}
+    return "gift_card_0000001"
+
+
+def dearer(db: Database, order: dict[str, Any]) -> tuple[dict[str, Any], str, float]:
+    """An item of the order, a new one of its product that costs more, and the difference."""
+    for item in order["items"]:
+        for variant_id, variant in db.record("products", item["product_id"])["variants"].items():
+            if variant["available"] and variant["price"] > item["price"]:
+                return item, variant_id, variant["price"] - item["price"]
+    raise AssertionError("every item is the dearest of its product")
+
+
+CARDS = ["modify_pending_order_payment", "modify_pending_order_items", "exchange_delivered_order_items"]
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_gift_card_with_exactly_the_amount_pays_and_with_less_does_not(source: retail.Source, name: str) -> None:
+    """upstream's three tools at 59a200c6 refuse where balance < amount, so an equal balance is enough and is spent."""
+    status = "delivered" if name.startswith("exchange") else "pending"
+    for missing, allowed in ((0.0, True), (-1.0, True), (0.01, False)):
+        db = source.database()
+        order = first(db, status, method="credit_card")
+        arguments: dict[str, Any] = {"order_id": order["order_id"]}
+        if name == "modify_pending_order_payment":
+            amount = order["payment_history"][0]["amount"]
+        else:
+            item, variant_id, amount = dearer(db, order)
+            arguments |= {"item_ids": [item["item_id"]], "new_item_ids": [variant_id]}
+        amount = round(amount, 2) if name.startswith("exchange") else amount
+        card = gift_card(db, order, amount - missing)
+        answer = retail.call(db, name, arguments | {"payment_method_id": card})
+        assert answer.startswith("Error: insufficient gift card balance") == (not allowed), (missing, answer)
+        balance = db.record("users", order["user_id"])["payment_methods"][card]["balance"]
+        spent = amount if allowed and status == "pending" else 0.0
+        assert balance == pytest.approx(round(amount - missing - spent, 2), abs=1e-9)

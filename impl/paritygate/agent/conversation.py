@@ -12,7 +12,11 @@ _THINKING_END = re.compile(r"\A.*</think>", re.DOTALL | re.IGNORECASE)
 
 
 def visible(text: str) -> str:
-    """The text without any thinking: closed blocks, an unclosed one to the end, and all before a stray end tag."""
+    """What is said of a text: without closed thoughts, an unclosed one to the end, and all before a stray end tag.
+
+    For words that somebody will hear, where a thought too many does harm. Not for JSON, in whose strings a tag is text:
+    `renderer.read_completion` tells a thought from it.
+    """
     return _THINKING_END.sub("", _THINKING.sub("", text)).strip()
 
 
@@ -48,18 +52,30 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation as text, one block a message: for the judge and a teacher's context."""
+    """A conversation as text, one block a message: for the judge and a teacher's context.
+
+    Each block begins at the left margin with who speaks; every further line of what was said is indented. So nothing
+    that a message holds, whatever line breaks it uses, reads like the beginning of another message.
+    """
     return "\n\n".join(_block(message) for message in messages)
+
+
+# Every character that str.splitlines, and so a reader, may take for the end of a line.
+_LINE_END = re.compile("\r\n|[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
+
+
+def _indented(text: str) -> str:
+    return _LINE_END.sub(lambda end: end.group() + "  ", text)
 
 
 def _block(message: Mapping[str, Any]) -> str:
     role, content = message["role"], message["content"]
     if role == "tool":
-        return f"Result of {message.get('name') or 'the tool call'}: {content}"
+        return _indented(f"Result of {message.get('name') or 'the tool call'}: {content}")
     if role != "assistant":
-        return f"{role.capitalize()}: {content}"
+        return _indented(f"{role.capitalize()}: {content}")
     parts = [f"Assistant: {content}"] if content or not message.get("tool_calls") else []
     for name, arguments in calls_of(message):
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         parts.append(f"Tool call: {name} {text}" if name else f"Malformed tool call: {text}")
-    return "\n".join(parts)
+    return "\n".join(_indented(part) for part in parts)

@@ -12,7 +12,7 @@ from paritygate.agent.prompt import Context
 from paritygate.agent.seeds import derive
 from paritygate.agent.trajectory import GRADED, Ending, Trajectory
 from paritygate.agent.turns import Turn, read_turn
-from paritygate.agent.user import SimulatorFault, User
+from paritygate.agent.user import STOP, SimulatorFault, User
 from paritygate.backend import Sampler
 
 
@@ -61,6 +61,7 @@ class _Record:
         self.messages: list[Message] = []
         self.prompt_length = 0
         self.dropped = 0
+        self.last_words = False  # whether the user has said its last
 
     def given(self, tokens: Sequence[int]) -> None:
         self.tokens.extend(tokens)
@@ -114,6 +115,7 @@ async def run_episode(
         grade=_plain(grade),
         user_retries=user.retries,
         dropped_tokens=record.dropped,
+        user_cut_replies=user.cut_replies,
     )
 
 
@@ -187,13 +189,15 @@ async def _act(
         if env.done:
             record.messages.extend(new)
             return new, "transfer"
+    if not turn.calls and record.last_words:
+        return [], "user_stop"
     if not turn.calls:
         try:
-            said, stop = await user.reply(turn.text)
+            said, record.last_words = await user.reply(turn.text)
         except SimulatorFault:
             return [], "user_fault"
         new.append(user_says(said))
-        if stop:
+        if said == STOP:
             record.messages.extend(new)
             return new, "user_stop"
     record.messages.extend(new)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from paritygate.agent.conversation import Message
 
 Ending = Literal[
-    "user_stop",  # the user simulator ended the conversation: graded
+    "user_stop",  # the user simulator ended the conversation, or had said its last when the agent spoke: graded
     "transfer",  # the agent handed over to a human: graded
     "turn_limit",
     "token_limit",  # a turn did not end within its tokens
@@ -26,7 +26,8 @@ class Trajectory:
     tokens, mask (1 on sampled assistant tokens, their end token included, else 0) and sampler_logprobs (nats, None
     where mask is 0) are of length L. prompt_length: tokens before the first turn. spans: (start, end) of each sampled
     turn. messages: the conversation after the system message. reward: 0.0 or 1.0; an episode that a limit cut is 0.0,
-    ungraded. user_retries: simulator replies asked for again. dropped_tokens: sampled past a stop token, and left out.
+    ungraded. user_retries: simulator replies asked for again, user_cut_replies those of them that their limit cut.
+    dropped_tokens: sampled past a stop token, and left out.
     """
 
     split: str
@@ -45,6 +46,7 @@ class Trajectory:
     grade: Mapping[str, Any]
     user_retries: int = 0
     dropped_tokens: int = 0
+    user_cut_replies: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.mask) == len(self.sampler_logprobs):

@@ -8,6 +8,7 @@ from typing import Any
 from renderers.base import ParsedToolCall, Renderer, ToolCallParseStatus
 
 from paritygate.agent.conversation import visible
+from paritygate.agent.renderer import read_completion
 
 _REASONS = {
     ToolCallParseStatus.INVALID_JSON: "it is not valid JSON",
@@ -36,14 +37,10 @@ class Turn:
 
 def read_turn(renderer: Renderer, tokens: Sequence[int], prompt: Sequence[int], tools: Any) -> Turn:
     """Parse sampled tokens; whatever they are, there is no exception: what cannot be parsed is a malformed call."""
-    try:
-        parsed = renderer.parse_response(list(tokens), tools=tools, prompt_ids=list(prompt))
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError, IndexError) as error:
-        # Parsers of other people's formats meet text that they were not written for.
-        return Turn("", (Call("", "", f"Error: the tool call cannot be read ({type(error).__name__})."),))
-    if parsed.reasoning_complete is False:
-        return Turn("", ())
-    return Turn(visible(parsed.content), tuple(_call(call) for call in parsed.tool_calls))
+    completion = read_completion(renderer, tokens, prompt, tools)
+    if completion.error is not None:
+        return Turn("", (Call("", "", f"Error: the tool call cannot be read ({completion.error})."),))
+    return Turn(visible(completion.content), tuple(_call(call) for call in completion.calls))
 
 
 def _call(parsed: ParsedToolCall) -> Call:

@@ -9,26 +9,11 @@ from renderers.base import Renderer
 from paritygate.agent.conversation import Message, visible
 from paritygate.agent.conversation import assistant as agent_says
 from paritygate.agent.conversation import user as user_says
+from paritygate.agent.renderer import read_completion
 from paritygate.agent.seeds import derive
 from paritygate.backend import BackendError, Sampler, ServiceDown
 
 STOP = "###STOP###"
-
-_ACT = "(?:cancel|return|exchange|modify|change|update|process)"
-_GO = "(?:go ahead|proceed|continue)"
-_ALL = "(?:this|that|these|it|everything|all of this|all this|the above)"
-_ASKS_TO_CONFIRM = re.compile(
-    r"\(\s*yes\s*/\s*no\s*\)|\bplease confirm\b|\b(?:once|if|when) you confirm\b|\bare you sure\b"
-    r"|\b(?:reply|respond|answer|say|type|write)\b[^.?!]{0,20}\byes\b"
-    r"|\b(?:need|await|awaiting|waiting for|require)\b[^.?!]{0,20}\bconfirmation\b"
-    r"|\b(?:do you|can you|could you|would you|will you)\b[^.?!]*\bconfirm\b"
-    rf"|\b(?:shall|should|may|can) i (?:{_GO}|{_ACT})\b"
-    rf"|\b(?:would you like|do you want) (?:me to {_ACT}|(?:me )?to {_GO})\b"
-    rf"|\bif you(?:'d| would) like (?:me )?to {_GO}\b|\blet me know if {_ALL} (?:is|are|looks?|sounds?)\b"
-    rf"|\b(?:is|are|does|do) {_ALL}[^.?!]{{0,40}}\b(?:correct|right|good|ok|okay)\b[^.?!]*\?"
-    rf"|\b(?:confirm|{_GO})\b[^.?!]*\?",
-    re.IGNORECASE,
-)
 
 
 class SimulatorFault(Exception):  # noqa: N818 - the protocol's word for it
@@ -36,49 +21,43 @@ class SimulatorFault(Exception):  # noqa: N818 - the protocol's word for it
 
 
 class User(Protocol):
-    """One user in one episode. `retries` counts replies that had to be asked for again."""
+    """One user in one episode. retries: replies that were asked for again; cut_replies: those of them cut short."""
 
     retries: int
+    cut_replies: int
 
     async def reply(self, agent_text: str | None) -> tuple[str, bool]:
-        """The user's next words and whether they end the conversation; None asks for the opening.
+        """The user's next words and whether they are the last; None asks for the opening.
 
-        Raises SimulatorFault.
+        `STOP` alone ends the conversation at once. Last words are said: the agent acts on them, and the conversation
+        ends when it next speaks. Raises SimulatorFault.
         """
         ...
 
 
-def asks_to_confirm(agent_text: str) -> bool:
-    """Whether the agent waits for a yes: it asks to confirm or whether to go ahead (not merely "anything else?")."""
-    return _ASKS_TO_CONFIRM.search(agent_text) is not None
+def read_reply(text: str) -> tuple[str, bool]:
+    """What of a simulator's text the agent gets, and whether the simulator has said its last: see `User.reply`.
 
-
-def read_reply(text: str, agent_text: str | None) -> tuple[str, bool]:
-    """What of a simulator's text the agent gets, and whether it stops the conversation.
-
-    Thinking is removed first, so a stop marker inside it means nothing. While the agent waits for a confirmation the
-    conversation cannot stop: the marker is then removed and the rest is said; an empty rest is no reply (""), and the
-    caller asks again. Otherwise the marker stops, whatever stands beside it.
+    Thinking is removed first, so a stop marker inside it means nothing. A marker beside words is not said.
     """
     said = visible(text)
     if STOP not in said:
         return said, False
-    rest = said.replace(STOP, "").strip()
-    if agent_text is not None and asks_to_confirm(agent_text):
-        return rest, False
-    return said, True
+    return said.replace(STOP, "").strip() or STOP, True
 
 
 class ScriptedUser:
     """A deterministic user: opens with identity, wish and the ids that it needs, says yes when asked, then stops.
 
-    It answers "Yes." to every request for confirmation; to any other first question it repeats its wish once;
-    everything else ends the conversation. The opening is the task's instruction in the first person
-    without its sentence on personality, and the item ids of the wanted writes, which a task's text leaves to look up.
+    To a question that speaks of "yes" or of confirming it answers "Yes."; to the first other question it repeats its
+    wish; to a later one, and to a sentence on confirming that asks nothing, "Yes." are its last words; everything else,
+    a question for anything else included, ends the conversation. The opening is the task's instruction in the first
+    person without its sentence on personality, and the item ids of the wanted writes, which a task leaves to look up.
     """
 
     def __init__(self, task: Any) -> None:
         self.retries = 0
+        self.cut_replies = 0
         self._opening = opening(task)
         self._repeated = False
 
@@ -86,12 +65,17 @@ class ScriptedUser:
         """See `User.reply`; never a fault."""
         if agent_text is None:
             return self._opening, False
-        if asks_to_confirm(agent_text):
-            return "Yes.", False
-        if not self._repeated and (not agent_text.strip() or _asks_for_details(agent_text)):
+        asks = "?" in agent_text and _ANYTHING_ELSE.search(agent_text) is None
+        if _CONFIRM.search(agent_text) is not None:
+            return "Yes.", not asks
+        if not self._repeated and (asks or not agent_text.strip()):
             self._repeated = True
             return self._opening, False
-        return STOP, True
+        return ("Yes.", True) if asks else (STOP, True)
+
+
+_CONFIRM = re.compile(r"\b(?:yes|confirm)\b", re.IGNORECASE)
+_ANYTHING_ELSE = re.compile(r"\b(?:anything|something) else\b", re.IGNORECASE)
 
 
 def opening(task: Any) -> str:
@@ -131,14 +115,11 @@ def _item_ids(task: Any) -> str:
     return "".join(parts)
 
 
-def _asks_for_details(agent_text: str) -> bool:
-    return "?" in agent_text and re.search(r"\b(?:anything|something) else\b", agent_text, re.IGNORECASE) is None
-
-
 class ModelUser:
     """A served model that plays the customer: its own system prompt (`{instruction}` filled in), roles turned around.
 
-    An empty or failing reply is asked for again with another seed, `tries` times in all, then it is a SimulatorFault.
+    An empty, cut, unreadable or failing reply is asked for again with another seed, `tries` times in all, then it is a
+    SimulatorFault.
     """
 
     def __init__(
@@ -154,6 +135,7 @@ class ModelUser:
         tries: int = 3,
     ) -> None:
         self.retries = 0
+        self.cut_replies = 0
         self._sampler = sampler
         self._renderer = renderer
         self._temperature = temperature
@@ -170,7 +152,7 @@ class ModelUser:
         self._messages.append(user_says(heard or "(The agent said nothing.)"))
         turn = len(self._messages)
         for attempt in range(self._tries):
-            said, stop = read_reply(await self._sample(derive(self._seed, "user", turn, attempt)), agent_text)
+            said, stop = read_reply(await self._sample(derive(self._seed, "user", turn, attempt)))
             if said:
                 self._messages.append(agent_says(said))
                 return said, stop
@@ -191,5 +173,7 @@ class ModelUser:
             raise
         except BackendError:
             return ""
-        parsed = self._renderer.parse_response(list(sample.tokens), prompt_ids=prompt)
-        return parsed.content if parsed.reasoning_complete is not False else ""
+        if sample.stop_reason != "stop":  # half a sentence is not what the customer says
+            self.cut_replies += 1
+            return ""
+        return read_completion(self._renderer, sample.tokens, prompt).content

@@ -31,12 +31,30 @@ class Judgement:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """One answer of a judge, kept whole: its text, thoughts included, how it ended, and what was wrong with it.
+
+    stop_reason: "stop", "length" (cut by max_tokens), or "error" where the service refused. tokens: how many were
+    sampled. error: why it is no judgement, "" where it is one.
+    """
+
+    text: str
+    stop_reason: str
+    tokens: int
+    error: str
+
+
+@dataclass(frozen=True)
 class Judged:
-    """What came of judging one trajectory: the judgement (None: never parsed), the tries, whether the first parsed."""
+    """What came of judging one trajectory: the judgement (None: never parsed), the tries, whether the first parsed.
+
+    answers: each answer of a served judge, in order; empty for rules.
+    """
 
     judgement: Judgement | None
     tries: int
     first_try_parsed: bool
+    answers: tuple[Answer, ...] = ()
 
 
 class Judge(Protocol):

@@ -6,14 +6,19 @@ from typing import Any
 from renderers.base import Renderer
 
 from paritygate.agent.conversation import transcript, visible
-from paritygate.agent.judge.judgement import Judged, Judgement, parse_judgement
+from paritygate.agent.judge.judgement import Answer, Judged, Judgement, parse_judgement
+from paritygate.agent.renderer import read_completion
 from paritygate.agent.seeds import derive
 from paritygate.agent.trajectory import Trajectory
 from paritygate.backend import BackendError, Sampler, ServiceDown
 
 
 class ModelJudge:
-    """Asks a frozen served model, strictly parsed; up to `tries` answers, each with another seed."""
+    """Asks a frozen served model, strictly parsed; up to `tries` answers, each with another seed.
+
+    max_tokens: of the first answer, thoughts included; retry_max_tokens: of every further one, for a judge that thinks
+    for long. context_length: the model's context in tokens, which prompt and answer share; None where it is not known.
+    """
 
     def __init__(
         self,
@@ -26,12 +31,16 @@ class ModelJudge:
         seed: int,
         tries: int = 3,
         policy: str = "",
+        retry_max_tokens: int | None = None,
+        context_length: int | None = None,
     ) -> None:
         self._sampler = sampler
         self._renderer = renderer
         self._prompt = prompt
         self._temperature = temperature
         self._max_tokens = max_tokens
+        self._retry_max_tokens = retry_max_tokens or max_tokens
+        self._context_length = context_length
         self._seed = seed
         self._tries = tries
         self._policy = policy
@@ -44,42 +53,53 @@ class ModelJudge:
             {"role": "user", "content": question(trajectory, policy=self._policy)},
         ]
         prompt = self._renderer.render_ids(messages, add_generation_prompt=True)
-        first = False
+        answers: list[Answer] = []
         for attempt in range(self._tries):
             key = (trajectory.split, trajectory.task_index, trajectory.rollout, trajectory.seed)
-            judgement = await self._ask(prompt, derive(self._seed, "judge", *key, attempt))
-            first = first or (attempt == 0 and judgement is not None)
+            limit = self._retry_max_tokens if attempt else self._max_tokens
+            judgement, answer = await self._ask(prompt, limit, derive(self._seed, "judge", *key, attempt))
+            answers.append(answer)
             if judgement is not None:
-                return Judged(judgement, attempt + 1, first)
-        return Judged(None, self._tries, first_try_parsed=False)
+                return Judged(judgement, attempt + 1, attempt == 0, tuple(answers))
+        return Judged(None, self._tries, first_try_parsed=False, answers=tuple(answers))
 
-    async def _ask(self, prompt: list[int], seed: int) -> Judgement | None:
+    async def _ask(self, prompt: list[int], limit: int, seed: int) -> tuple[Judgement | None, Answer]:
+        if self._context_length is not None:
+            limit = min(limit, self._context_length - len(prompt))
+        if limit < 1:
+            error = f"the prompt of {len(prompt)} tokens fills the judge's context of {self._context_length}"
+            return None, Answer("", "error", 0, error)
         try:
             [sample] = await self._sampler.sample(
                 prompt,
-                max_tokens=self._max_tokens,
+                max_tokens=limit,
                 temperature=self._temperature,
                 seed=seed,
                 stop=self._renderer.get_stop_token_ids(),
             )
         except ServiceDown:
             raise
-        except BackendError:
-            return None
-        try:
-            parsed = self._renderer.parse_response(list(sample.tokens), prompt_ids=prompt)
-        except (ValueError, RecursionError, TypeError, KeyError, AttributeError, IndexError):
-            return None
+        except BackendError as error:
+            return None, Answer("", "error", 0, str(error))
+        read = read_completion(self._renderer, sample.tokens, prompt)
+        judgement = parse_judgement(read.text)
+        if judgement is None and not read.calls:
+            judgement = parse_judgement(visible(read.content))
         # An answer that the limit cut, or that never left its thinking, is not an answer, whatever it looks like.
-        if sample.stop_reason != "stop" or parsed.reasoning_complete is False or parsed.tool_calls:
-            return None
-        return parse_judgement(visible(parsed.content))
+        if sample.stop_reason != "stop":
+            error = f"cut at {len(sample.tokens)} tokens" + (", still thinking" if read.thinking else "")
+        elif read.thinking:
+            error = "it never left its thoughts"
+        else:
+            error = "" if judgement is not None else "it is no judgement" if read.raw.strip() else "it is empty"
+        return None if error else judgement, Answer(read.raw, sample.stop_reason, len(sample.tokens), error)
 
 
 def question(trajectory: Trajectory, *, policy: str = "") -> str:
     """What the judge reads: the agent's policy where one is given, and the fenced transcript."""
     text = f"The policy that the agent was given:\n\n{policy}\n\n" if policy else ""
-    return f"{text}The conversation:\n\n{fenced(transcript(trajectory.messages))}\n\nGrade it now."
+    form = "Each message begins at the left margin with who speaks; its further lines are indented."
+    return f"{text}The conversation. {form}\n\n{fenced(transcript(trajectory.messages))}\n\nGrade it now."
 
 
 def fenced(text: str) -> str:
