@@ -228,12 +228,3 @@ def reach_without_proxy(base_url: str) -> None:
         excluded = [part for part in os.environ.get(name, "").split(",") if part]
         if host and host not in excluded and any(proxy in os.environ for proxy in PROXIES):
             os.environ[name] = ",".join([*excluded, host])
-
-
-def _key(api_key: str | None, base_url: str) -> str:
-    key = api_key or os.environ.get("TINKER_API_KEY")
-    if not key:
-        raise BadInputError(f"{base_url} needs an API key; set TINKER_API_KEY.")
-    if not key.startswith(("tml-", "eyJ")):
-        raise BadInputError("TINKER_API_KEY must start with tml-.")
-    return key
