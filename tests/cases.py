@@ -1,4 +1,4 @@
-"""Inputs that aim: shapes, masks and values at which losses go wrong, rounded to a dtype before anyone sees them."""
+"""Cases of the losses here, as the reference and as an implementation takes them; the generators are the harness's."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,53 +7,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
-REGIMES = ("ordinary", "near_equal", "extreme")
+from paritygate.harness.strategies import MASKS, logit_pair, masks, ragged, seeded, tensor
+
 GATE_MARGIN = 1e-3  # |l_p - l_q| below which float32 may decide otherwise: such episodes are made unsuccessful
-LARGEST = 65504.0  # of float16
-
-
-def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """`values` rounded to `dtype`, as float64: what every side is given."""
-    return torch.tensor(values, dtype=torch.float64).to(getattr(torch, dtype)).double().numpy()
-
-
-def tensor(values: Any, dtype: str, device: str) -> torch.Tensor:
-    """Rounded `values` as a tensor that loses nothing."""
-    return torch.tensor(np.asarray(values), dtype=torch.float64).to(getattr(torch, dtype)).to(device)
-
-
-def seeded(draw: st.DrawFn, dtype: str, regime: str) -> np.random.Generator:
-    """Other numbers for each dtype and regime, from a seed that is drawn."""
-    return np.random.default_rng((draw(st.integers(0, 2**32 - 1)), DTYPES.index(dtype), REGIMES.index(regime)))
-
-
-def logit_pair(
-    rng: np.random.Generator, shape: tuple[int, ...], regime: str, dtype: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Student and teacher logits (..., V), at least one finite entry in common in each row."""
-    student = rng.normal(size=shape) * rng.choice([0.5, 3.0, 10.0])
-    if rng.random() < 0.25:
-        student = np.round(student)  # ties
-    if regime == "near_equal":
-        student = rounded(student, dtype)
-        teacher = student + rng.normal(size=shape) * 10.0 ** -rng.integers(1, 7)
-    else:
-        teacher = rng.normal(size=shape) * rng.choice([0.5, 3.0, 10.0])
-    if regime == "extreme":
-        for logits in (student, teacher):
-            spots = rng.random(shape) < 0.3
-            logits[spots] = rng.choice([LARGEST, -LARGEST, 0.0, 30.0, -120.0], size=int(spots.sum()))
-        anchor = rng.integers(shape[-1])
-        student[..., anchor], teacher[..., anchor] = np.clip(student[..., anchor], -9, 9), rng.normal()
-        padding = rng.random(shape[-1]) < rng.choice([0.0, 0.4])
-        padding[anchor] = False
-        student[..., padding] = teacher[..., padding] = -np.inf
-        if rng.random() < 0.4:
-            excluded = rng.random(shape) < 0.2
-            excluded[..., anchor] = False
-            (student if rng.random() < 0.3 else teacher)[excluded] = -np.inf
-    return rounded(student, dtype), rounded(teacher, dtype)
 
 
 @dataclass
@@ -108,9 +64,7 @@ def spod_cases(draw: st.DrawFn, dtype: str, regime: str, vocabularies: tuple[int
     """Ragged batches: single tokens, long and short actions, lone episodes, tying rows, every kind of success."""
     rng = seeded(draw, dtype, regime)
     vocabulary = draw(st.sampled_from(vocabularies))
-    lengths = draw(st.lists(st.lists(st.sampled_from([1, 1, 2, 5]), min_size=1, max_size=4), min_size=1, max_size=4))
-    episode_index = np.repeat(np.arange(len(lengths)), [len(actions) for actions in lengths])
-    action_index = np.repeat(np.arange(len(episode_index)), [n for actions in lengths for n in actions])
+    action_index, episode_index = draw(ragged())
     student, teacher = logit_pair(rng, (len(action_index), vocabulary), regime, dtype)
     tied = rng.random(len(episode_index)) < 0.2
     teacher = np.where(tied[action_index][:, None], student, teacher)
@@ -123,7 +77,7 @@ def spod_cases(draw: st.DrawFn, dtype: str, regime: str, vocabularies: tuple[int
         "floor_weight": draw(st.sampled_from([1.0, 0.3, 2.0, 0.0])),
     }
     case = SpodCase(dtype, regime, student, teacher, actions, action_index, episode_index, np.ones(0, bool), options)
-    case.success = settled(case, rng.random(len(lengths)) < 0.7)
+    case.success = settled(case, rng.random(episode_index[-1] + 1) < 0.7)
     return case
 
 
@@ -177,25 +131,6 @@ class LogitCase:
         return {**arrays, "importance_ratio": self.ratio, **self.options}
 
 
-def masks(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -> np.ndarray:
-    """(B, T) of 0 and 1, at least one 1: full, prompt then action, scattered, one token, one row empty."""
-    mask = np.ones(shape, dtype=np.int64)
-    if kind == "prompt":
-        mask[:, : shape[1] // 2] = 0
-    elif kind == "scattered":
-        mask = (rng.random(shape) < 0.5).astype(np.int64)
-    elif kind == "one token":
-        mask[:] = 0
-    elif kind == "empty row":
-        mask[rng.integers(shape[0])] = 0
-    if not mask.any():
-        mask[rng.integers(shape[0]), rng.integers(shape[1])] = 1
-    return mask
-
-
-MASKS = ("full", "prompt", "scattered", "one token", "empty row")
-
-
 @st.composite
 def logit_cases(draw: st.DrawFn, dtype: str, regime: str, vocabularies: tuple[int, ...] = (2, 3, 7, 33)):
     """Every divergence, truncation and aggregation over masks of every pattern."""
@@ -213,17 +148,3 @@ def logit_cases(draw: st.DrawFn, dtype: str, regime: str, vocabularies: tuple[in
     ratio = rng.choice([0.0, 0.3, 1.0, 2.5], size=shape) if draw(st.booleans()) else None
     mask = masks(rng, draw(st.sampled_from(MASKS)), shape)
     return LogitCase(dtype, regime, student, teacher, mask, ratio, options)
-
-
-@st.composite
-def logprob_rows(draw: st.DrawFn, dtype: str, batched: bool = True):
-    """Teacher and student log-probabilities and a mask, (..., T); near-equal, far apart, teacher at -inf."""
-    rng = seeded(draw, dtype, "ordinary")
-    lead = draw(st.sampled_from([(), (1,), (3,), (2, 3)])) if batched else ()
-    shape = (*lead, draw(st.integers(1, 9)))
-    student = rounded(-rng.exponential(rng.choice([0.01, 2.0, 30.0]), size=shape), dtype)
-    teacher = rounded(student + rng.normal(size=shape) * rng.choice([1e-4, 0.5, 10.0]), dtype)
-    if draw(st.booleans()):
-        teacher = np.where(rng.random(shape) < 0.2, -np.inf, teacher)
-    mask = (rng.random(shape) < draw(st.sampled_from([0.0, 0.5, 1.0]))).astype(np.int64)
-    return teacher, student, mask

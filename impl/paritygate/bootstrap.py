@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+from collections.abc import Mapping
 from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -80,9 +81,14 @@ def refuse_optimised(what: str) -> None:
         raise Refused(f"python -O removes the assertions that {what} stands on: start it again without -O.")
 
 
-def refuse_foreign(root: Path) -> None:
-    """Raise Refused when a loaded module of ours comes from outside the checkout at `root`."""
-    homes = {"paritygate": root / "impl", "paritygate_reference": root / "reference"}
+def refuse_foreign(root: Path, homes: Mapping[str, Path] | None = None) -> None:
+    """Raise Refused when a loaded module comes from outside the folder in `homes` under its top-level name.
+
+    None stands for paritygate and its reference in the checkout at `root`. A paritygate that is in no home has to be
+    this one.
+    """
+    checkout = {"paritygate": root / "impl", "paritygate_reference": root / "reference"}
+    homes = {"paritygate": Path(__file__).resolve().parents[1], **(checkout if homes is None else homes)}
     for name, module in sorted(sys.modules.items()):
         home = homes.get(name.partition(".")[0])
         origin = getattr(module, "__file__", None)

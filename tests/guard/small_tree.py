@@ -26,7 +26,7 @@ COPIED = (
     "impl/paritygate/errors.py",
     "spec/allowed_signers",
     "tests/conftest.py",
-    "tests/ledger.py",
+    "impl/paritygate_pytest.py",
 )
 
 LOSS = '''"""A toy loss: the mean of squares."""
@@ -50,7 +50,7 @@ PARITY = '''"""The toy loss against its definition."""
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ledger import compare
+from paritygate.harness import compare
 from paritygate_reference import NAME as reference
 
 NUMBERS = st.lists(st.floats(-8, 8), min_size=1, max_size=8)

@@ -243,7 +243,7 @@ class Losses:
         import types
         return types.SimpleNamespace(toy=toy)
 
-from tests import ledger
+from paritygate.harness import ledger
 ledger.LEDGER = type("Book", (), {"compare": lambda self, name, a, e, **_: None if abs(a - e) < 1e-9 else 1 / 0})()
 arguments = ["-q", "--noconftest", "-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider"]
 raise SystemExit(pytest.main([*arguments, "tests/parity/test_toy.py::test_value"], plugins=[Losses()]))

@@ -8,8 +8,8 @@ import torch
 from mpmath import mpf
 
 from paritygate.errors import Refused
+from paritygate.harness.ledger import Ledger
 from paritygate.spec.losses import required, shortfalls
-from tests.ledger import Ledger
 
 ROWS = [
     {"dtype": "float32", "device": "any", "regime": "ordinary", "rtol": 0.1, "atol": 0.01},

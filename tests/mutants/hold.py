@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import hypothesis
 
 import paritygate
+from paritygate.harness import ledger
 from paritygate.spec.losses import load_losses
-from tests import ledger
 from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpmath import mp
 
+from paritygate.harness import compare
+from paritygate.harness.strategies import rounded
 from paritygate_reference import grpo as reference
 from tests import oracle
-from tests.cases import rounded
-from tests.ledger import compare
 
 
 @st.composite

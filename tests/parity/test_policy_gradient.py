@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpmath import mp
 
+from paritygate.harness import compare
+from paritygate.harness.strategies import DTYPES, rounded, tensor
 from paritygate_reference import policy_gradient as reference
 from tests import oracle
-from tests.cases import DTYPES, rounded, tensor
-from tests.ledger import compare
 
 
 @st.composite

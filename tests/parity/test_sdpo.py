@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paritygate.harness import compare
+from paritygate.harness.strategies import DTYPES, REGIMES, logprob_rows, rounded, tensor
 from paritygate_reference import sdpo as reference
 from tests import oracle
-from tests.cases import DTYPES, REGIMES, LogitCase, logit_cases, logprob_rows, rounded, tensor
-from tests.ledger import compare
+from tests.cases import LogitCase, logit_cases
 from tests.served import served, server_gradients, wanted_gradients
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from paritygate.harness import compare
+from paritygate.harness.strategies import DTYPES, REGIMES, tensor
 from paritygate_reference import sdpo as sdpo_reference
 from paritygate_reference import spod as reference
 from tests import oracle
-from tests.cases import DTYPES, REGIMES, SpodCase, log_softmax, settled, spod_cases, tensor
-from tests.ledger import compare
+from tests.cases import SpodCase, log_softmax, settled, spod_cases
 
 PARTS = ("student_logprob", "teacher_logprob", "kl", "floor")
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from paritygate.harness.strategies import tensor
 from paritygate.losses import grpo, policy_gradient, sdpo, spod
 from paritygate_reference import sdpo as reference
 from paritygate_reference import spod as spod_reference
-from tests.cases import tensor
 
 INF = math.inf
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -20,7 +20,7 @@ DECIDING = ("device", "torch", "cuda", "gpu", "driver", "matmul_precision")
 
 def installed(root: Path) -> dict[str, str]:
     """Version of Python and of every distribution that pyproject.toml names (`absent` where not installed)."""
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((root / "pyproject.toml").read_text()).get("project", {})
     requirements = [*project.get("dependencies", [])]
     for extra in project.get("optional-dependencies", {}).values():
         requirements.extend(extra)

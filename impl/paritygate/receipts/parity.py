@@ -14,6 +14,7 @@ from paritygate.receipts.files import canonical, digest, read_canonical, write_a
 from paritygate.receipts.git import git
 from paritygate.receipts.subjects import difference, subjects
 from paritygate.spec.losses import device_class, load_losses, required, shortfalls
+from paritygate.spec.project import project_at
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
@@ -82,7 +83,7 @@ def statement_of(
 def write_parity_receipt(root: Path, statement: Mapping[str, Any]) -> Path:
     """Write receipts/parity-<sha256 of its bytes>.json under `root` (whole or not at all) and return its path."""
     data = canonical(statement)
-    path = root / "receipts" / f"parity-{hashlib.sha256(data).hexdigest()}.json"
+    path = root / project_at(root).receipts / f"parity-{hashlib.sha256(data).hexdigest()}.json"
     if not path.exists() or path.read_bytes() != data:
         write_atomic(path, data)
     return path
@@ -129,7 +130,7 @@ def require_parity(
     wanted = required(spec, device, losses)
     candidates = by_likeness(root, files)
     if not candidates:
-        raise Refused(f"no parity receipt in {root / 'receipts'}: {HOW}.")
+        raise Refused(f"no parity receipt in {root / project_at(root).receipts}: {HOW}.")
     if resumed is not None:
         refuse_other_tree(Path(resumed), files)
     closest = (-1, "")
@@ -155,7 +156,7 @@ def by_likeness(root: Path, files: Mapping[str, str]) -> list[Path]:
     """The receipts worth reading: all that name every digest in `files`, then the few that name most of them."""
     digests = [value.encode() for value in files.values()]
     found: list[tuple[int, Path]] = []
-    for path in sorted((root / "receipts").glob("parity-*.json")):
+    for path in sorted((root / project_at(root).receipts).glob("parity-*.json")):
         data = path.read_bytes() if path.is_file() else b""
         found.append((sum(value not in data for value in digests), path))
     found.sort()

@@ -13,6 +13,7 @@ from paritygate.receipts.files import write_atomic
 from paritygate.receipts.git import git
 from paritygate.receipts.parity import NAME, ParityReceipt, read_parity_receipt
 from paritygate.receipts.subjects import difference, subjects
+from paritygate.spec.project import project_at
 
 KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 """All that a re-run sees of the caller's environment."""
@@ -35,7 +36,7 @@ def rerun_parity(root: Path | str, receipt: ParityReceipt, device: str) -> Parit
                 raise Refused(f"{change} since the last commit: a full run shows parity of a commit; commit it first.")
             fresh = run_parity(tree, device, receipt.part("hypothesis")["seed"], scrubbed)
             compare_receipts(receipt, fresh)
-            path = root / "receipts" / fresh.path.name
+            path = root / project_at(root).receipts / fresh.path.name
             if not path.exists():
                 write_atomic(path, fresh.path.read_bytes())
             return read_parity_receipt(path)
@@ -58,15 +59,16 @@ def clean_worktree(root: Path, tree: Path, environment: dict[str, str]) -> Gener
 
 def run_parity(tree: Path, device: str, seed: str | None, environment: dict[str, str]) -> ParityReceipt:
     """The receipt of a parity session in `tree`, a process of its own; raises Refused, with its words, if not green."""
-    command = [sys.executable, "-I", "-m", "pytest", "tests/parity", "-q", "-x", "--device", device]
+    project = project_at(tree)
+    command = [sys.executable, "-I", "-m", "pytest", project.tests, "-q", "-x", "--device", device]
     command += ["-c", str(tree / "pyproject.toml"), "--rootdir", str(tree), "-p", "no:cacheprovider"]
     if seed is not None:
         command += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-seed={seed}"]
-    committed = set(tree.glob("receipts/parity-*.json"))
+    committed = set(tree.glob(f"{project.receipts}/parity-*.json"))
     done = subprocess.run(
         command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
-    written = [path for path in tree.glob("receipts/parity-*.json") if NAME.fullmatch(path.name)]
+    written = [path for path in tree.glob(f"{project.receipts}/parity-*.json") if NAME.fullmatch(path.name)]
     named = [path for path in written if path.name in done.stdout]
     if done.returncode != 0 or len(named) != 1 or named[0] in committed:
         lines = [line for line in done.stdout.splitlines() if "NOT green" in line] or (

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from paritygate.errors import Refused
 from paritygate.receipts.files import sha256_file
+from paritygate.spec.project import project_at
 
-FOLDERS = ("reference", "impl", "tests", "spec/schema")
-FILES = ("spec/losses.json", "spec/allowed_signers", "pyproject.toml", "constraints.txt")
+PACKAGE = Path(__file__).resolve().parents[1]
 # Files at the root that pytest or Python would load in spite of pyproject.toml; none belongs there.
 STEERING = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg")
 
@@ -16,20 +16,25 @@ STEERING = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.
 def subjects(root: Path) -> dict[str, str]:
     """Path relative to `root` (with /) -> sha256, for every file that parity stands on, by walking the folders.
 
-    git is not asked: it can be told to look away. Cached bytecode (`__pycache__/*.pyc`) is left out, since
-    `paritygate.bootstrap` never reads it. Raises Refused for a symbolic link, and when a listed file is missing.
+    What they are, [tool.paritygate] says; the paritygate that is installed is among them, by its own files, where it is
+    not the repository's own. git is not asked: it can be told to look away. Cached bytecode (`__pycache__/*.pyc`) is
+    left out, since `paritygate.bootstrap` never reads it. Raises Refused for a symbolic link, and when a listed file is
+    missing.
     """
+    project = project_at(root)
     found: dict[str, str] = {}
-    for name in FILES:
+    for name in project.files:
         if not (root / name).exists() and not (root / name).is_symlink():
             raise Refused(f"{root / name} is missing: parity is shown for it.")
         found[name] = digest_of(root, name)
-    for folder in FOLDERS:
+    for folder in project.folders:
         for name in walk(root, folder):
             found[name] = digest_of(root, name)
     for entry in sorted(os.listdir(root)):
         if entry in STEERING or entry.endswith((".py", ".pth")):
             found[entry] = digest_of(root, entry)
+    if "paritygate" not in project.homes:
+        found |= {f"installed/{name}": digest_of(PACKAGE.parent, name) for name in walk(PACKAGE.parent, PACKAGE.name)}
     return dict(sorted(found.items()))
 
 

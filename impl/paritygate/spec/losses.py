@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from paritygate.errors import Refused
+from paritygate.spec.project import project_at
 from paritygate.spec.schema import check_schema
 
 
 def load_losses(root: Path) -> dict[str, Any]:
-    """spec/losses.json under `root`, each obligation's `tolerances` a list of rows {"dtype", "device", "regime", ...}.
+    """What the project at `root` declares; `tolerances` of an obligation are rows {"dtype", "device", "regime", ...}.
 
     Raises Refused when the file is missing, not JSON or of another form, names a class of tolerances that it has not,
     or declares two tolerances for one dtype, device and regime.
     """
-    path = root / "spec" / "losses.json"
+    path = root / project_at(root).spec
     try:
         spec = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

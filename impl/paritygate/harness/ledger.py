@@ -78,9 +78,9 @@ class Ledger:
 
     def results(self) -> dict[str, dict[str, Any]]:
         """For each obligation compared: comparisons, worst_margin, and the same by dtype, regime and oracle."""
-        found: dict[str, dict[str, Any]] = {}
+        summary: dict[str, dict[str, Any]] = {}
         for (obligation, dtype, regime, oracle), cell in sorted(self.cells.items()):
-            entry = found.setdefault(obligation, {"comparisons": 0, "worst_margin": 0.0, "cells": []})
+            entry = summary.setdefault(obligation, {"comparisons": 0, "worst_margin": 0.0, "cells": []})
             entry["comparisons"] += cell.comparisons
             entry["worst_margin"] = max(entry["worst_margin"], cell.worst_margin)
             entry["cells"].append(
@@ -92,11 +92,11 @@ class Ledger:
                     "worst_margin": cell.worst_margin,
                 }
             )
-        return found
+        return summary
 
 
 LEDGER: Ledger | None = None
-"""The session's ledger, opened by conftest.py."""
+"""The session's ledger, opened by the pytest plugin."""
 
 
 def compare(
@@ -112,6 +112,6 @@ def compare(
     """`Ledger.compare` on the session's ledger."""
     if LEDGER is None:
         raise RuntimeError(
-            "compare() works inside a pytest session of this tree, where tests/conftest.py opens a ledger."
+            "compare() works inside a pytest session of a repository with [tool.paritygate]: the plugin opens a ledger."
         )
     LEDGER.compare(obligation, actual, expected, dtype=dtype, regime=regime, oracle=oracle, where=where)
