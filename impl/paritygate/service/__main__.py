@@ -4,16 +4,16 @@ import argparse
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from typing import TYPE_CHECKING
 
 from paritygate.errors import BadInputError, ParityGateError
 from paritygate.service import obligations as spec
+
+if TYPE_CHECKING:
+    from paritygate.service.report import Report
+    from paritygate.service.runner import Result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,68 +73,46 @@ def _run(args: argparse.Namespace) -> int:
         raise BadInputError("Name the service: --base-url, or TINKER_BASE_URL.")
     if not os.environ.get("TINKER_API_KEY"):
         raise BadInputError("Set TINKER_API_KEY to the service's key; a service without keys takes tml-anything.")
+    from paritygate.service import proof
     from paritygate.service import report as reports
+    from paritygate.service.lab import Settings
 
     earlier = None if args.fresh else reports.read(args.json)
-
-    from paritygate.service.client import Connection, checked_url, probe
-    from paritygate.service.lab import Lab, Settings
-    from paritygate.service.runner import Result, prepare, prove
-
-    url = checked_url(args.base_url)
-    key = os.environ["TINKER_API_KEY"]
-    probe(url, key)
+    if earlier is not None and not earlier.complete and not args.quiet:
+        print(f"{args.json} is of an unfinished run: what it has is kept where it is of this one.", file=sys.stderr)
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # its retries and deprecations are not this report's subject
-    connection = Connection(url, key, args.model or "", limit=args.limit)
-    lab = Lab(connection, Settings(**settings))
-    models = list(lab.long.models())
-    connection.model = args.model or _only_model(models, url)
-    report = reports.Report(
-        _without_password(url),
-        connection.model,
-        models,
-        _sdk_version(),
-        obligations.sha256,
-        settings,
-        time=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-    done: dict[str, Result] = {}
-    if earlier is not None and not earlier.complete and earlier.same_run(report):
-        done = {result.name: result for result in earlier.results}
-        print(f"{args.json}: going on after {len(done)} obligations.", file=sys.stderr)
-    started, count = time.monotonic(), len(obligations.entries)
 
-    def keep(result: Result) -> None:
-        report.results.append(result)
-        report.calls, report.tokens = connection.calls, connection.tokens
-        report.seconds = time.monotonic() - started
-        reports.write_json(args.json, report)
-        if not args.quiet:
-            figure = "" if result.figure is None else f" {result.figure:.2g} / {result.bound:.2g}"
-            print(
-                f"[{len(report.results)}/{count}] {result.name}: {result.outcome}{figure}", file=sys.stderr, flush=True
-            )
-
-    prepare(lab)
-    report.noise = asdict(lab.noise)
-    try:
-        prove(lab, obligations, done, keep)
-        report.complete = True
-    finally:
+    def keep(report: reports.Report) -> None:
         reports.write_json(args.json, report)
         reports.write(args.json.with_suffix(".html"), reports.page(report, obligations))
-    lab.close()
+        if not args.quiet and not report.complete:
+            _say(report.results[-1], f"[{len(report.results)}/{len(obligations.entries)}]")
+
+    report = proof.prove_at(
+        args.base_url,
+        os.environ["TINKER_API_KEY"],
+        args.model,
+        obligations,
+        settings=Settings(**settings),
+        limit=args.limit,
+        earlier=earlier,
+        keep=keep,
+    )
     _finish(args.json, report)
     return 3 if any(result.outcome == "departs" for result in report.results) else 0
 
 
-def _finish(path: Path, report: "object") -> None:
+def _say(result: "Result", place: str) -> None:
+    figure = "" if result.figure is None else f" {result.figure:.2g} / {result.bound:.2g}"
+    print(f"{place} {result.name}: {result.outcome}{figure}", file=sys.stderr, flush=True)
+
+
+def _finish(path: Path, report: "Report") -> None:
     import json
 
     from paritygate.service import report as reports
     from paritygate.service.receipt import receipt
 
-    assert isinstance(report, reports.Report)
     written = path.with_suffix(".receipt.json")
     reports.write(written, json.dumps(receipt(report), indent=1) + "\n")
     print(reports.table(report.results))
@@ -153,24 +131,6 @@ def _settings(args: argparse.Namespace) -> dict[str, int]:
         if not getattr(args, name) > 0:
             raise BadInputError(f"--{name} {getattr(args, name)} must be above 0.")
     return {"rank": args.rank, "low": low, "high": high, "draws": args.draws}
-
-
-def _only_model(models: list[str], url: str) -> str:
-    if len(models) == 1:
-        return models[0]
-    raise BadInputError(f"Name the model with --model; {url} serves {', '.join(models) or 'none that it reports'}.")
-
-
-def _sdk_version() -> str:
-    try:
-        return version("tinker")
-    except PackageNotFoundError:
-        raise BadInputError("The Tinker SDK is not installed; install tinker.") from None
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1]))
 
 
 if __name__ == "__main__":

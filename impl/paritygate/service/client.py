@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import os
 import queue
+import socket
 import threading
 import time
 import urllib.error
@@ -16,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,6 +122,7 @@ class Connection:
     tokens: int = 0
     slowest: float = 0.0
     silent: int = 0  # calls in a row without an answer
+    saved: list[str] = field(default_factory=list[str])
 
     def probe(self, seconds: float = 10.0) -> None:
         """GET healthz without the SDK, which would block; BackendError in one sentence when nobody answers there."""
@@ -134,7 +137,7 @@ class Connection:
         self.calls += 1
         started = time.monotonic()
         try:
-            value = _with_limit(what, submit, seconds)
+            value = _with_limit(what, submit, seconds, self._gone)
         except NoAnswer:
             self.silent += 1
             self.probe()
@@ -144,8 +147,7 @@ class Connection:
                     f"without an answer for {seconds:g} s, the last was {what}."
                 ) from None
             raise
-        except (Refusal, Broken):
-            self.silent = 0
+        except BackendError:
             raise
         except Exception as error:
             self.silent = 0
@@ -156,6 +158,17 @@ class Connection:
         self.silent = 0
         self.slowest = max(self.slowest, time.monotonic() - started)
         return value
+
+    def _gone(self) -> None:
+        """BackendError when nothing listens at the address any more: the SDK would wait for minutes."""
+        parts = urlsplit(self.base_url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            socket.create_connection((parts.hostname or "", port), timeout=5).close()
+        except ConnectionRefusedError:
+            raise BackendError(f"{self.base_url} is gone: it refuses connections.") from None
+        except OSError:
+            return
 
 
 def probe(base_url: str, api_key: str, seconds: float = 10.0) -> None:
@@ -200,7 +213,10 @@ def _local(request: urllib.request.Request) -> bool:
     return (request.host or "").rsplit(":", 1)[0] in ("127.0.0.1", "localhost", "[::1]")
 
 
-def _with_limit(what: str, submit: Callable[[], T], seconds: float) -> T:
+def _with_limit(
+    what: str, submit: Callable[[], T], seconds: float, watch: Callable[[], None] | None = None, every: float = 3.0
+) -> T:
+    """Run in a daemon thread; NoAnswer after `seconds`. `watch` is called meanwhile; what it raises twice ends it."""
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def body() -> None:
@@ -211,10 +227,21 @@ def _with_limit(what: str, submit: Callable[[], T], seconds: float) -> T:
             answers.put((None, error))
 
     threading.Thread(target=body, daemon=True, name=f"service proof: {what}").start()
-    try:
-        value, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise NoAnswer(what, seconds) from None
+    end, failures = time.monotonic() + seconds, 0
+    while True:
+        rest = end - time.monotonic()
+        try:
+            value, error = answers.get(timeout=max(0.0, min(rest, every) if watch else rest))
+            break
+        except queue.Empty:
+            if rest <= every or watch is None:
+                raise NoAnswer(what, seconds) from None
+        try:
+            watch()
+        except BackendError:
+            failures += 1
+            if failures > 1:
+                raise
     if error is not None:
         raise error
     return value
@@ -308,6 +335,14 @@ class Session:
         rest = quietly(self.service.create_rest_client)
         answer = self.connection.call("list_checkpoints", lambda: rest.list_checkpoints(trainer.client.model_id))
         return len(answer.checkpoints)
+
+    def delete_saved(self) -> None:
+        """Delete every checkpoint of this proof; a service that cannot keeps them."""
+        with contextlib.suppress(Exception):
+            rest = quietly(self.service.create_rest_client)
+            while self.connection.saved:
+                path = self.connection.saved.pop()
+                _with_limit("deleting", lambda path=path: rest.delete_checkpoint_from_tinker_path(path), 5.0)
 
     def create(self, rank: int, seed: int | None = None, **flags: bool) -> "Trainer":
         """A fresh adapter; flags are train_mlp, train_attn, train_unembed."""
@@ -463,6 +498,7 @@ class Trainer:
     def _saved(self, verb: str, name: str) -> str:
         answer = self.connection.call(verb, lambda: getattr(self.client, verb)(name))
         path = str(answer.path)
+        self.connection.saved.append(path)
         variable = self.connection.journal.name("path")
         self.connection.journal.add(f"{variable} = wait({self.name}.{verb}({name!r})).path")
         PathCode.remember(path, variable)
@@ -593,8 +629,6 @@ def unique_names(prefix: str) -> Iterator[str]:
 
 def checked_url(url: str) -> str:
     """`url` without a final slash; BadInputError unless it is http(s) with a host."""
-    from urllib.parse import urlsplit
-
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

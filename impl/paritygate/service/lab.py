@@ -28,13 +28,18 @@ RATIOS = (0.5, 1.7, 0.7, 1.3, 0.9, 6.0, 1.0, 1.1)  # exp(logprobs - sampler logp
 
 @dataclass(frozen=True)
 class Settings:
-    """What the proof asks for: LoRA rank, token ids in [low, high) that the model has, seed of all material."""
+    """What the proof asks for: LoRA rank, token ids in [low, high) that the model has, seed of all material.
+
+    draws: single tokens drawn for a distribution. beta1, beta2: of the Adam steps whose moments are checked.
+    """
 
     rank: int = 8
     low: int = 5
     high: int = 250
     seed: int = 0
     draws: int = 2048
+    beta1: float = 0.5
+    beta2: float = 0.6
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,9 @@ class Lab:
         return self._long
 
     def close(self) -> None:
-        """End the long session."""
+        """Delete what was saved, as far as the service lets, and end the long session."""
         if self._long is not None:
+            self._long.delete_saved()
             self._long.close()
             self._long = None
 

@@ -7,9 +7,9 @@ from paritygate.service.client import Datum, Refusal, Session, Trainer
 from paritygate.service.lab import Lab, Moved, scale_of
 from paritygate.service.outcome import Measured, Undecided
 
-BETAS = (0.5, 0.6)
 EPS_BETAS = (0.5, 0.9)  # a small correction of the second moment: eps before it would be more than twice as large
 SDK_BETAS = (0.9, 0.95)
+OTHER_BETAS = (0.5, 0.6)
 SECOND = -2.0  # the second gradient is so many times the first; against it, so that beta1 decides much
 NO_STEP = 1e-12  # a learning rate that moves no weight and fills the moments
 
@@ -44,17 +44,17 @@ def _memoryless(lab: Lab, session: Session, betas: tuple[float, float], *, rate:
     )
 
 
-def betas(lab: Lab) -> Measured:
+def both_betas(lab: Lab) -> Measured:
     """Two gradients g and -2 g give one memoryless step with lr m / sqrt(v): both betas, both bias corrections."""
     rate, eps = min(2 * lab.adam["learning_rate"], 9.0), lab.adam["eps"]
+    betas = (lab.settings.beta1, lab.settings.beta2)
+    others = OTHER_BETAS if betas == SDK_BETAS else SDK_BETAS
     with lab.session() as session:
-        got = _two_gradients(lab, session, BETAS, learning_rate=rate)
-        want = _memoryless(lab, session, BETAS, rate=rate, eps=eps)
-        wrong = _memoryless(lab, session, SDK_BETAS, rate=rate, eps=eps)
+        got = _two_gradients(lab, session, betas, learning_rate=rate)
+        want = _memoryless(lab, session, betas, rate=rate, eps=eps)
+        wrong = _memoryless(lab, session, others, rate=rate, eps=eps)
         gap, seen = lab.distance(got, want), lab.distance(wrong, want)
-    because = (
-        f"with betas {BETAS} the step is {gap:.3g} (relative) from Adam's; the SDK's betas would be {seen:.3g} off"
-    )
+    because = f"with betas {betas} the step is {gap:.3g} (relative) from Adam's; betas {others} would be {seen:.3g} off"
     return Measured(gap, because, seen, lab.step_noise(want))
 
 
@@ -246,7 +246,7 @@ def zero_step(lab: Lab) -> Measured:
 
 
 CHECKS = {
-    "optimiser/betas": betas,
+    "optimiser/betas": both_betas,
     "optimiser/eps": eps,
     "optimiser/learning_rate": learning_rate,
     "optimiser/decay": decay,

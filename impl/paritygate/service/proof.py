@@ -1,0 +1,89 @@
+"""One proof from beginning to end: open, prepare, check, and a report after every obligation."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from urllib.parse import urlsplit, urlunsplit
+
+from paritygate.errors import BadInputError
+from paritygate.service.client import Connection, checked_url
+from paritygate.service.lab import Lab, Settings
+from paritygate.service.obligations import Obligations
+from paritygate.service.report import Report
+from paritygate.service.runner import Result, prepare, prove
+
+
+def prove_at(
+    url: str,
+    api_key: str,
+    model: str | None,
+    obligations: Obligations,
+    *,
+    settings: Settings | None = None,
+    limit: float = 120.0,
+    earlier: Report | None = None,
+    keep: Callable[[Report], None] = lambda report: None,
+) -> Report:
+    """Hold the service at `url` to `obligations`.
+
+    model: None where the service reports one only. earlier: an unfinished report, whose results stand where it was of
+    the same service, model, SDK, spec and settings. keep: called with the report so far after every obligation.
+    Raises BadInputError (arguments) and BackendError (the service is gone, fails at what every check starts with, or
+    stopped answering); what `keep` was given last is what is known then.
+    """
+    settings, url = settings or Settings(), checked_url(url)
+    connection = Connection(url, api_key, model or "", limit=limit)
+    connection.probe()
+    lab = Lab(connection, settings)
+    models = list(lab.long.models())
+    connection.model = model or _only_model(models, url)
+    report = Report(
+        without_password(url),
+        connection.model,
+        models,
+        sdk_version(),
+        obligations.sha256,
+        asdict(settings),
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    done: Mapping[str, Result] = {}
+    if earlier is not None and not earlier.complete and earlier.same_run(report):
+        done = {result.name: result for result in earlier.results}
+        report.calls, report.tokens, report.seconds = earlier.calls, earlier.tokens, earlier.seconds
+    before, started = (report.calls, report.tokens, report.seconds), time.monotonic()
+
+    def add(result: Result) -> None:
+        report.results.append(result)
+        report.calls, report.tokens = before[0] + connection.calls, before[1] + connection.tokens
+        report.seconds = before[2] + time.monotonic() - started
+        keep(report)
+
+    prepare(lab)
+    report.noise = asdict(lab.noise)
+    prove(lab, obligations, done, add)
+    report.complete = True
+    keep(report)
+    lab.close()
+    return report
+
+
+def _only_model(models: list[str], url: str) -> str:
+    if len(models) == 1:
+        return models[0]
+    raise BadInputError(f"Name the model with --model; {url} serves {', '.join(models) or 'none that it reports'}.")
+
+
+def sdk_version() -> str:
+    """The installed SDK's; BadInputError where there is none."""
+    try:
+        return version("tinker")
+    except PackageNotFoundError:
+        raise BadInputError("The Tinker SDK is not installed; install tinker.") from None
+
+
+def without_password(url: str) -> str:
+    """The address as it may be shown."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1]))

@@ -1,0 +1,67 @@
+"""`pytest tests/service --service URL [--service-model NAME]` proves that service; without URL the embedded one."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paritygate import server
+from paritygate.service.client import Connection, checked_url
+from paritygate.service.lab import Lab, Settings
+from paritygate.service.runner import prepare
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("service")
+    group.addoption("--service", metavar="URL", help="the Tinker-compatible service to prove; its key: TINKER_API_KEY")
+    group.addoption("--service-model", metavar="NAME", help="its base model; default: the only one")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The SDK never closes the connection that it fetches its configuration with: that warning is not ours."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sdk_garbage() -> Iterator[None]:
+    """Collect what the SDK leaves while its warning is silenced, not in somebody else's test."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture(scope="session")
+def running() -> Iterator[server.Running]:
+    """A server of the tiny model in this process."""
+    running = server.start("tiny")
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def foreign(request: pytest.FixtureRequest) -> bool:
+    """Whether a service is named, which may be undecided and refuse; the embedded one must hold."""
+    return bool(request.config.getoption("--service", default=None))
+
+
+@pytest.fixture(scope="session")
+def lab(request: pytest.FixtureRequest, foreign: bool) -> Iterator[Lab]:
+    """The lab at the named service, else at the embedded server, warmed, calibrated and with its noise measured."""
+    import os
+
+    if foreign:
+        url = checked_url(request.config.getoption("--service"))
+        connection = Connection(url, os.environ.get("TINKER_API_KEY", "tml-none"), "")
+        connection.probe()
+        lab = Lab(connection)
+        connection.model = request.config.getoption("--service-model") or next(iter(lab.long.models()))
+    else:
+        running = request.getfixturevalue("running")
+        connection = Connection(running.base_url, running.api_key, running.model_name)
+        lab = Lab(connection, replace(Settings(), draws=1024))
+    prepare(lab)
+    yield lab
+    lab.close()

@@ -1,0 +1,175 @@
+"""The command: exit codes, one sentence for each bad input, results kept and resumed, and the files that it writes."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paritygate import server
+from paritygate.errors import Refused
+from paritygate.service import receipt
+from paritygate.service.__main__ import main
+from tests.service.broken_services import accepting, answering, unused
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+
+
+def sentence(capsys: Any) -> str:
+    """What the command said last: one line."""
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--base-url", "nonsense"], "is no address"),
+        (["--base-url", "http://127.0.0.1:99999"], "is no address"),
+        ([], "Name the service"),
+        (["--base-url", "http://127.0.0.1:1", "--only", "gradients"], "no group or obligation"),
+        (["--base-url", "http://127.0.0.1:1", "--tokens", "5-250"], "no LOW:HIGH"),
+        (["--base-url", "http://127.0.0.1:1", "--tokens", "5:9"], "at least 32 ids"),
+        (["--base-url", "http://127.0.0.1:1", "--rank", "0"], "--rank 0 must be above 0"),
+        (["--base-url", "http://127.0.0.1:1", "--obligations", "nowhere.json"], "cannot be read"),
+    ],
+)
+def test_bad_arguments(options: list[str], words: str, tmp_path: Path, capsys: Any) -> None:
+    assert main([*options, "--json", str(tmp_path / "p.json")]) == 2
+    assert words in sentence(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_key(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.delenv("TINKER_API_KEY")
+    assert main(["--base-url", "http://127.0.0.1:1", "--json", str(tmp_path / "p.json")]) == 2
+    assert "TINKER_API_KEY" in sentence(capsys)
+
+
+def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "p.json"
+    path.write_text('{"mine": 1}')
+    assert main(["--base-url", unused(), "--json", str(path)]) == 2
+    assert "no service proof of ours" in sentence(capsys)
+    assert path.read_text() == '{"mine": 1}'
+
+
+def test_services_that_are_none(tmp_path: Path, capsys: Any) -> None:
+    page = b"<!doctype html><html><body>It works!</body></html>"
+    cases = [
+        (answering(body=page, kind="text/html"), "HTML page"),
+        (answering(status=404), "status 404"),
+        (answering(status=401), "refuses the API key"),
+        (answering(status=502), "status 502"),
+        (accepting(closes=True), ""),
+    ]
+    for service, words in cases:
+        with service as url:
+            assert main(["--base-url", url, "--json", str(tmp_path / "p.json")]) == 5
+            said = sentence(capsys)
+            assert words in said
+            assert url in said
+    url = unused()
+    assert main(["--base-url", url, "--json", str(tmp_path / "p.json")]) == 5
+    assert "refused" in sentence(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_service_that_takes_connections_and_says_nothing(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    from paritygate.service import client
+
+    monkeypatch.setattr(client.probe, "__defaults__", (1.0,))
+    with accepting(closes=False) as url:
+        assert main(["--base-url", url, "--json", str(tmp_path / "p.json")]) == 5
+        assert "no answer within" in sentence(capsys)
+
+
+def test_a_wrong_key_and_a_model_that_is_not_served(
+    running: server.Running, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    options = ["--base-url", running.base_url, "--json", str(tmp_path / "p.json")]
+    monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
+    assert main(options) == 5
+    assert "refuses the API key" in sentence(capsys)
+    monkeypatch.setenv("TINKER_API_KEY", running.api_key)
+    assert main([*options, "--model", "Qwen/Qwen3-8B"]) == 2
+    assert "does not serve 'Qwen/Qwen3-8B'" in sentence(capsys)
+
+
+def test_a_proof_from_the_command(running: server.Running, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", running.api_key)
+    path = tmp_path / "p.json"
+    assert (
+        main(["--base-url", running.base_url, "--only", "value/ppo", "--only", "gradient/ppo", "--json", str(path)])
+        == 0
+    )
+    out, err = capsys.readouterr()
+    assert "3 obligations (value, gradient): about" in err
+    assert "nothing departs" in out
+    value = json.loads(path.read_text())
+    assert {"endpoint", "model", "sdk", "noise", "obligations"} <= set(value)
+    assert [entry["name"] for entry in value["obligations"]] == ["value/ppo", "gradient/cross_entropy", "gradient/ppo"]
+    assert {entry["outcome"] for entry in value["obligations"]} == {"holds"}
+    page = path.with_suffix(".html").read_text()
+    assert "gradient/ppo" in page
+    assert "http" not in page.replace(running.base_url, "")
+    signed = receipt.verify(path.with_suffix(".receipt.json"))
+    assert signed["model"] == running.model_name
+    assert running.api_key not in path.read_text() + page + json.dumps(signed)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda r: r["obligations"][0].update(figure=0.5), "digest does not fit"),
+        (lambda r: (r["obligations"][0].update(figure=0.5), r.update(sha256=receipt.digest(r))), "does not follow"),
+        (lambda r: r.update(kind="another"), "is no service receipt"),
+        (lambda r: r.pop("sha256"), "no whole service receipt"),
+    ],
+)
+def test_a_receipt_that_was_changed(change: Any, words: str, tmp_path: Path) -> None:
+    body: dict[str, Any] = {
+        "kind": receipt.KIND,
+        "obligations": [{"name": "a/b", "outcome": "holds", "figure": 0.0, "bound": 0.1}],
+    }
+    body["sha256"] = receipt.digest(body)
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(body))
+    assert receipt.verify(path)["sha256"] == body["sha256"]
+    change(body)
+    path.write_text(json.dumps(body))
+    with pytest.raises(Refused, match=words):
+        receipt.verify(path)
+
+
+def test_a_service_that_stops_half_way_is_gone_on_with(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    first = server.start("tiny", api_key="tml-test")
+    path = tmp_path / "p.json"
+
+    def stop_after_three() -> None:
+        while not path.exists() or len(json.loads(path.read_text())["obligations"]) < 3:
+            time.sleep(0.02)
+        first.stop()
+
+    stopper = threading.Thread(target=stop_after_three)
+    stopper.start()
+    options = ["--base-url", first.base_url, "--only", "value", "--json", str(path)]
+    assert main(options) == 5
+    assert first.base_url in sentence(capsys)
+    stopper.join()
+    kept = json.loads(path.read_text())
+    assert kept["complete"] is False
+    assert len(kept["obligations"]) >= 3
+    second = server.start("tiny", api_key="tml-test", port=int(first.base_url.rsplit(":", 1)[1]))
+    try:
+        assert main(options) == 0
+    finally:
+        second.stop()
+    assert "is of an unfinished run" in capsys.readouterr().err
+    whole = json.loads(path.read_text())
+    assert whole["complete"] is True
+    assert whole["obligations"][: len(kept["obligations"])] == kept["obligations"]

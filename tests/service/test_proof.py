@@ -1,0 +1,27 @@
+"""Every obligation of spec/service.json, at the embedded server or at the one that `--service` names."""
+
+import pytest
+
+from paritygate.service.lab import Lab
+from paritygate.service.obligations import Obligation, load
+from paritygate.service.runner import Result, run_one
+
+RESULTS: dict[str, Result] = {}
+# What the embedded server says that it does not serve, with the words that say why.
+REFUSED = {"value/cispo_defaults": "clip_low_threshold", "gradient/cispo_defaults": "clip_low_threshold"}
+
+
+@pytest.mark.parametrize("entry", load().entries, ids=lambda entry: entry.name)
+def test_obligation(entry: Obligation, lab: Lab, foreign: bool) -> None:
+    result = RESULTS[entry.name] = run_one(lab, entry, RESULTS)
+    if result.outcome == "departs":
+        pytest.fail(f"{entry.name}: {entry.claim}\n{result.because}\n\n{result.program}", pytrace=False)
+    if foreign:
+        if result.outcome != "holds":
+            pytest.skip(f"{result.outcome}: {result.because}")
+        return
+    if result.outcome == "refused" and entry.name in REFUSED:
+        assert REFUSED[entry.name] in result.because
+        return
+    assert result.outcome == "holds", result.because
+    assert result.bound == entry.bound, "the embedded server holds at the declared tolerance, not at its noise"
