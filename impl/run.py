@@ -1,7 +1,6 @@
 """Run what a spec names: python impl/run.py --spec spec/sdpo-local.json"""
 
 import argparse
-import errno
 import json
 import os
 import sys
@@ -10,11 +9,10 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 sys.pycache_prefix = os.devnull  # no cached bytecode of ours can lie there: a poisoned one is not read
-from paritygate.bootstrap import bootstrap  # noqa: E402
-from paritygate.errors import BadInputError, ParityGateError  # noqa: E402
+from paritygate.bootstrap import bootstrap, exit_code  # noqa: E402
+from paritygate.errors import BadInputError  # noqa: E402
 
 EXIT_CODES = "exit codes: 0 done; 2 bad input; 3 refused; 4 stopped by a gate; 5 the service failed (--resume); 1 a bug"
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -58,22 +56,14 @@ def call(root: Path, options: dict[str, Any]) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code; everything that is not a bug of ours is one sentence on stderr."""
-    try:
+
+    def work() -> str:
         root, options = bootstrap(__file__), vars(arguments(argv))
         result = call(root, options)
-        print(json.dumps(result.to_json(), indent=2, ensure_ascii=False) if options["json"] else result.text())
-    except ParityGateError as error:
-        print(f"run.py: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        if error.errno not in DISK:
-            raise
-        print(f"run.py: {error.filename or 'the output'} cannot be written: {error.strerror}.", file=sys.stderr)
-        return BadInputError.exit_code
-    except KeyboardInterrupt:
-        print("run.py: interrupted. --resume goes on at the first phase without a receipt.", file=sys.stderr)
-        return 130
-    return 0
+        return json.dumps(result.to_json(), indent=2, ensure_ascii=False) if options["json"] else result.text()
+
+    interrupted = "interrupted. --resume goes on at the first phase without a receipt."
+    return exit_code("run.py", work, interrupted=interrupted)
 
 
 if __name__ == "__main__":

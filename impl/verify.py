@@ -7,8 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 sys.pycache_prefix = os.devnull  # no cached bytecode of ours can lie there: a poisoned one is not read
-from paritygate.bootstrap import bootstrap  # noqa: E402
-from paritygate.errors import ParityGateError  # noqa: E402
+from paritygate.bootstrap import bootstrap, exit_code  # noqa: E402
 
 
 def main() -> int:
@@ -21,18 +20,16 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.parity == (arguments.run_dir is not None):
         parser.error("name a RUN_DIR, or --parity")
-    try:
+
+    def work() -> str:
         root = bootstrap(__file__)
         if arguments.parity:
-            print(parity(root, arguments.spec, arguments.device))
-        else:
-            from paritygate.experiment.run.replay import replay
+            return parity(root, arguments.spec, arguments.device)
+        from paritygate.experiment.run.replay import replay
 
-            print("\n".join(replay(Path(arguments.run_dir), root)))
-    except ParityGateError as error:
-        print(f"verify.py: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+        return "\n".join(replay(Path(arguments.run_dir), root))
+
+    return exit_code("verify.py", work)
 
 
 def parity(root: Path, spec: str | None, device: str) -> str:

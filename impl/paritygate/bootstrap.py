@@ -1,18 +1,23 @@
 """The first thing a command imports: our own code is compiled from its source files, and from this checkout only."""
 
+import contextlib
+import errno
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from paritygate.errors import Refused
+from paritygate.errors import BadInputError, ParityGateError, Refused
 
 LOADED: dict[str, str] = {}
 """Absolute path -> sha256 of the source bytes that were compiled, for every module of ours since `bootstrap`."""
+
+LIBRARIES: dict[str, str] = {}
+"""The C++ sources of a native library -> sha256 of its bytes, for every library that was opened since `bootstrap`."""
 
 
 class SourceOnly(SourceFileLoader):
@@ -56,6 +61,52 @@ def bootstrap(script: str) -> Path:
     return impl.parent
 
 
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EFBIG)
+READER_GONE = 141  # what a shell calls a process that SIGPIPE ended
+
+
+def exit_code(program: str, work: Callable[[], str], *, interrupted: str = "interrupted.") -> int:
+    """Print what `work` returns; the exit code. All that is not a bug of ours is one sentence on stderr.
+
+    A reader that leaves, as `head` does, is no error once the work is done.
+    """
+    try:
+        text = work()
+    except ParityGateError as error:
+        return complain(f"{program}: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        return complain(f"{program}: {interrupted}", 130)
+    except BrokenPipeError:
+        silence()
+        return READER_GONE
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        what = error.filename or "the output"
+        return complain(f"{program}: {what} cannot be written: {error.strerror}.", BadInputError.exit_code)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        silence()
+    except OSError as error:
+        silence()
+        return complain(f"{program}: the output cannot be written: {error.strerror}.", BadInputError.exit_code)
+    return 0
+
+
+def complain(sentence: str, code: int) -> int:
+    """Print `sentence` on stderr, as far as anybody reads it; the exit code."""
+    with contextlib.suppress(OSError):
+        print(sentence, file=sys.stderr, flush=True)
+    return code
+
+
+def silence() -> None:
+    """Let nothing more be written to a stdout that takes nothing: Python would complain about it when it ends."""
+    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - None where it was closed at the start
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def command(module: str) -> list[str]:
     """How to start `module` of ours in a process of its own that reads sources only; its arguments follow."""
     impl = str(Path(__file__).resolve().parents[1])
@@ -84,17 +135,18 @@ def refuse_optimised(what: str) -> None:
 def refuse_foreign(root: Path, homes: Mapping[str, Path] | None = None) -> None:
     """Raise Refused when a loaded module comes from outside the folder in `homes` under its top-level name.
 
-    None stands for paritygate and its reference in the checkout at `root`. A paritygate that is in no home has to be
-    this one.
+    None stands for paritygate, its reference and its tests in the checkout at `root`. A paritygate that is in no home
+    has to be this one. What links lead to counts: a checkout may be reached through one.
     """
-    checkout = {"paritygate": root / "impl", "paritygate_reference": root / "reference"}
-    homes = {"paritygate": Path(__file__).resolve().parents[1], **(checkout if homes is None else homes)}
+    checkout = {"paritygate": root / "impl", "paritygate_reference": root / "reference", "tests": root / "tests"}
+    this = Path(__file__).resolve().parents[1]
+    homes = {"paritygate": this, "paritygate_pytest": this, **(checkout if homes is None else homes)}
     for name, module in sorted(sys.modules.items()):
         home = homes.get(name.partition(".")[0])
         origin = getattr(module, "__file__", None)
         if home is None or origin is None:
             continue
-        if not Path(os.path.abspath(origin)).is_relative_to(home.absolute()):
+        if not Path(os.path.realpath(origin)).is_relative_to(os.path.realpath(home)):
             raise Refused(
                 f"{name} was imported from {origin}, outside {home}: remove it from PYTHONPATH and try again."
             )

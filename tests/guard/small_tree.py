@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_sign(number, losses):
     compare("NAME/sign", losses.NAME.value([number]) >= 0.0, True, dtype="float64")
 '''
 
-RUN = '''"""The least that a run is: the guard, then the loss."""
+RUN = '''"""The least that a run is: the guard, then the loss, then whether it was the code that was shown."""
 
 import os
 import sys
@@ -90,8 +91,15 @@ except ParityGateError as error:
     raise SystemExit(error.exit_code)
 
 from paritygate.losses import toy
+from paritygate.receipts import refuse_other_code
 
-print("ran", toy.value([2.0]), receipt.path.name)
+try:
+    value = toy.value([2.0])
+    refuse_other_code(root, receipt)
+except ParityGateError as error:
+    print(f"run.py: {error}", file=sys.stderr)
+    raise SystemExit(error.exit_code)
+print("ran", value, receipt.path.name)
 '''
 
 OBLIGATION = {
@@ -106,6 +114,7 @@ class Tree:
     """A small tree at `root`; every command runs in a process of its own, in the environment that it is given."""
 
     root: Path
+    interpreter: str = sys.executable
 
     def git(self, *arguments: str) -> str:
         """Output of a git command in the tree."""
@@ -118,9 +127,9 @@ class Tree:
         self.git("commit", "-q", "-m", message)
 
     def python(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run this interpreter in the tree."""
+        """Run the interpreter in the tree."""
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
-        command = [sys.executable, *arguments]
+        command = [self.interpreter, *arguments]
         variables = kept | {"OMP_NUM_THREADS": "1"} | environment
         return subprocess.run(command, cwd=self.root, env=variables, capture_output=True, text=True, check=False)
 
@@ -178,13 +187,25 @@ class Tree:
         return Tree(to)
 
 
+def virtual_environment(folder: Path) -> tuple[str, Path]:
+    """An interpreter with site-packages of its own, and that folder: what lies there hides what this one has."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = folder / "lib" / version / "site-packages"
+    site.mkdir(parents=True)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    (folder / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+    (site / "inherited.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
+    return str(folder / "bin" / "python"), site
+
+
 def build(root: Path) -> Tree:
     """A small tree at `root`, committed, without a receipt."""
     for name in COPIED:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     clean = shutil.ignore_patterns("__pycache__")
-    for package in ("harness", "receipts", "spec"):
+    for package in ("harness", "native", "receipts", "spec"):
         shutil.copytree(ROOT / "impl/paritygate" / package, root / "impl/paritygate" / package, ignore=clean)
     shutil.copytree(ROOT / "spec/schema", root / "spec/schema")
     spec = {"version": 1, "losses": {}}

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from paritygate.receipts.parity import read_parity_receipt
-from tests.guard.small_tree import Tree
+from tests.guard.small_tree import Tree, virtual_environment
 
 FAKE_TORCH = """
 class cuda:
@@ -18,20 +18,22 @@ get_num_threads = lambda: 3
 """
 
 
-def with_gpu(folder: Path) -> dict[str, str]:
-    """The environment of a machine with a GPU, as far as a session can tell."""
-    (folder / "torch").mkdir(parents=True)
-    (folder / "torch" / "__init__.py").write_text(FAKE_TORCH)
-    (folder / "torch" / "version.py").write_text("__version__ = '2.99.0+cu131'\ncuda: Optional[str] = '13.1'\n")
+def with_gpu(folder: Path) -> tuple[str, dict[str, str]]:
+    """The interpreter and environment of a machine with a GPU, as far as a session can tell."""
+    interpreter, site = virtual_environment(folder)
+    (site / "torch").mkdir(parents=True)
+    (site / "torch" / "__init__.py").write_text(FAKE_TORCH)
+    (site / "torch" / "version.py").write_text("__version__ = '2.99.0+cu131'\ncuda: Optional[str] = '13.1'\n")
     (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H200, 570.1'\n")
     (folder / "nvidia-smi").chmod(0o755)
-    return {"PYTHONPATH": str(folder), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    return interpreter, {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
 def test_a_cuda_session_shows_the_same_obligations_and_leaves_a_receipt_for_that_device(
     tree: Tree, tmp_path: Path
 ) -> None:
-    machine = with_gpu(tmp_path / "machine")
+    interpreter, machine = with_gpu(tmp_path / "machine")
+    tree = Tree(tree.root, interpreter)
     (own,) = tree.receipts()
     done = tree.python("-m", "pytest", "-q", "-m", "gpu", "--device", "cuda", **machine)
     assert "parity: green, 4 obligations" in done.stdout, done
@@ -46,9 +48,10 @@ def test_a_cuda_session_shows_the_same_obligations_and_leaves_a_receipt_for_that
 
 def test_cuda_where_there_is_none_stops_at_once(bare: Tree) -> None:
     for arguments, sentence in (
-        (("--device", "cuda"), "ERROR: --device cuda: torch "),
+        (("--device", "cuda"), "ERROR: --device cuda: CUDA is unavailable (torch "),
+        (("--device", "cuda:x"), "ERROR: --device cuda:x: cpu or cuda is expected"),
         (("-m", "gpu"), "ERROR: -m gpu runs on a CUDA device: add --device cuda."),
-        (("--device", "tpu"), "ERROR: --device tpu: parity is shown on cpu or cuda."),
+        (("--device", "tpu"), "ERROR: --device tpu: cpu or cuda is expected"),
     ):
         done = bare.python("-m", "pytest", "-q", *arguments, CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 4, done

@@ -17,6 +17,7 @@ from paritygate.experiment.run.progress import Progress
 from paritygate.experiment.run.receipt import write_receipt, write_report
 from paritygate.experiment.run.state import State
 from paritygate.receipts import lock_run
+from paritygate.receipts.environment import require_device
 from paritygate.spec.experiment import Experiment
 
 
@@ -80,13 +81,7 @@ def check_request(phases: list[Phase], until: str | None, device: str) -> None:
     names = [phase.name for phase in phases]
     if until is not None and until not in names:
         raise BadInputError(f"--until {until}: no such phase in this experiment; its phases are {', '.join(names)}.")
-    if device.startswith("cuda"):
-        import torch
-
-        if not torch.cuda.is_available():
-            raise BadInputError(f"--device {device}: CUDA is not available here; use --device cpu.")
-    elif device != "cpu":
-        raise BadInputError(f"--device {device}: cpu or cuda is expected.")
+    require_device(device)
 
 
 def refuse_unresolved(exp: Experiment) -> None:

@@ -10,10 +10,11 @@ import pytest
 from _pytest.assertion import rewrite
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from paritygate.errors import Refused
+from paritygate.errors import BadInputError, Refused
 from paritygate.harness import ledger
 from paritygate.harness.implementation import Implementation, losses_under_test
 from paritygate.harness.session import Session
+from paritygate.receipts.environment import require_device
 from paritygate.spec.losses import device_class, load_losses
 from paritygate.spec.project import project_at
 
@@ -47,11 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "obligation(*names): this test shows these obligations of the spec")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; with --device cuda every obligation test has it too")
     device = str(config.getoption("--device"))
-    if device_class(device) not in ("cpu", "cuda"):
-        raise pytest.UsageError(f"--device {device}: parity is shown on cpu or cuda.")
-    if device_class(device) == "cuda":
-        require_cuda(device)
-    elif str(config.getoption("markexpr")).strip() == "gpu":
+    try:
+        require_device(device)
+    except BadInputError as error:
+        raise pytest.UsageError(str(error)) from error
+    if device_class(device) == "cpu" and str(config.getoption("markexpr")).strip() == "gpu":
         raise pytest.UsageError("-m gpu runs on a CUDA device: add --device cuda.")
     seed = hypothesis_profile(config)
     try:
@@ -60,18 +61,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Session(config, project, ledger.LEDGER, seed), "parity-session")
     except Refused as refusal:
         raise pytest.UsageError(str(refusal)) from refusal
-
-
-def require_cuda(device: str) -> None:
-    """Stop at once, with one sentence, where torch cannot use `device`."""
-    import torch
-
-    index = int(device.partition(":")[2] or 0)
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        raise pytest.UsageError(
-            f"--device {device}: torch {torch.__version__} finds {count} CUDA devices here; leave it out for the cpu."
-        )
 
 
 def hypothesis_profile(config: pytest.Config) -> str | None:

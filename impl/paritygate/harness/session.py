@@ -11,12 +11,15 @@ import sys
 from collections import Counter
 from typing import Any
 
+import hypothesis
+import hypothesis.core
 import pytest
 
 from paritygate import bootstrap
 from paritygate.errors import Refused
 from paritygate.harness.ledger import Ledger
 from paritygate.receipts import parity
+from paritygate.receipts.origins import refuse_shadowed
 from paritygate.receipts.subjects import difference, subjects
 from paritygate.spec.losses import device_class, required, shortfalls
 from paritygate.spec.project import Project
@@ -87,6 +90,8 @@ class Session:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Any:
         self.runs[item.nodeid] += 1
+        if obligations_of(item) & self.claimed and other_examples(self.seed):
+            self.troubles.append("Hypothesis drew examples by another profile or seed: leave --hypothesis-profile out")
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -113,7 +118,7 @@ class Session:
         troubles = self.reasons(exitstatus, wanted)
         if not troubles:
             try:
-                path = parity.write_parity_receipt(self.project.root, self.statement())
+                path = parity.show_parity(self.project.root, self.statement(), self.book.device, self.losses)
                 self.lines.append(f"parity: green, {len(wanted)} obligations; {self.project.receipts}/{path.name}")
                 return
             except Refused as refusal:
@@ -147,7 +152,8 @@ class Session:
     def changes(self) -> list[str]:
         """What shows that the code that ran is not the code of the subjects."""
         try:
-            bootstrap.refuse_foreign(self.project.root, self.project.homes)
+            tests = self.project.tests.partition("/")[0]
+            refuse_shadowed(self.project.root, {tests: self.project.root / tests, **self.project.homes})
             if change := difference(self.before, subjects(self.project.root)):
                 return [f"{change} during the session"]
         except Refused as refusal:
@@ -160,15 +166,17 @@ class Session:
         ]
 
     def statement(self) -> dict[str, Any]:
-        import hypothesis
-
         results = self.book.results()
         return parity.statement_of(
             self.project.root,
             device=self.book.device,
             files=self.before,
             results=results,
-            hypothesis={"derandomized": self.seed is None, "seed": self.seed, "version": hypothesis.__version__},
+            hypothesis={
+                "derandomized": not other_examples(self.seed) and self.seed is None,
+                "seed": self.seed,
+                "version": hypothesis.__version__,
+            },
             session={
                 "arguments": [str(argument) for argument in self.config.invocation_params.args],
                 "tests": len(self.runs),
@@ -199,3 +207,16 @@ class Session:
 def obligations_of(item: pytest.Item) -> frozenset[str]:
     """Names in the `obligation` markers of a test."""
     return frozenset(name for marker in item.iter_markers("obligation") for name in marker.args)
+
+
+def other_examples(seed: str | None) -> bool:
+    """Whether Hypothesis draws its examples by another profile than ours, or by another seed than `seed`."""
+    ours, now = hypothesis.settings.get_profile("parity"), hypothesis.settings.default
+    assert now is not None
+    forced = hypothesis.core.global_force_seed
+    return (ours.derandomize, ours.max_examples, ours.database, seed) != (
+        now.derandomize,
+        now.max_examples,
+        now.database,
+        None if forced is None else str(forced),
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 from paritygate import bootstrap
 
 FLAGS = ("-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-w", "-shared", "-fPIC", "-pthread")
+INHERITED = ("PATH", "TMPDIR", "LD_LIBRARY_PATH", "HOME", "SDKROOT", "DEVELOPER_DIR")
 WIDE = "-mprefer-vector-width=512"
 
 
@@ -31,9 +32,10 @@ def load(*sources: Path) -> ctypes.CDLL:
     command = compiler_command()
     if bootstrap.LOADED:
         for path in sources:
-            bootstrap.LOADED[os.path.realpath(path)] = hashlib.sha256(texts[path.name]).hexdigest()
-        return open_library(build(command, texts))
-    return open_library(cached(command, texts))
+            bootstrap.LOADED[os.path.realpath(path)] = sha256(texts[path.name])
+    data = build(command, texts) if bootstrap.LOADED else cached(command, texts)
+    bootstrap.LIBRARIES[" ".join(sorted(name for name in texts if name.endswith(".cpp")))] = sha256(data)
+    return open_library(data)
 
 
 def kernels_off() -> None:
@@ -44,7 +46,10 @@ def kernels_off() -> None:
 
 def compiler_command() -> tuple[str, ...]:
     """The compiler and the flags that make it use this machine's vectors."""
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise Unavailable(f"CXX={os.environ['CXX']} is no command ({error})") from error
     compilers = named or [path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))][:1]
     if not compilers:
         raise Unavailable("no C++ compiler: none of c++, g++, clang++ is on PATH, and CXX is not set")
@@ -57,7 +62,17 @@ def compiler_command() -> tuple[str, ...]:
 def predefined_macros(command: tuple[str, ...]) -> bytes:
     """What `command` defines by itself: the version of the compiler and every instruction set that it found."""
     asked = [*command, "-dM", "-E", "-x", "c++", os.devnull]
-    return subprocess.run(asked, capture_output=True, check=False).stdout
+    return subprocess.run(asked, env=environment(), capture_output=True, check=False).stdout
+
+
+def environment() -> dict[str, str]:
+    """What a compiler is run with: nothing of the caller's that names headers, libraries or flags besides CXX."""
+    return {name: os.environ[name] for name in INHERITED if name in os.environ} | {"LC_ALL": "C"}
+
+
+def sha256(data: bytes) -> str:
+    """Hexadecimal digest of `data`."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def build(command: tuple[str, ...], sources: dict[str, bytes]) -> bytes:
@@ -79,14 +94,14 @@ def cached(command: tuple[str, ...], sources: dict[str, bytes]) -> bytes:
     home = Path(os.environ.get("PARITYGATE_CACHE") or Path.home() / ".cache" / "paritygate") / "kernels"
     for path in home.glob(f"{key}-*.so"):
         data = path.read_bytes()
-        if path.stem == f"{key}-{hashlib.sha256(data).hexdigest()}" and path.stat().st_uid == os.getuid():
+        if path.stem == f"{key}-{sha256(data)}" and path.stat().st_uid == os.getuid():
             return data
     data = build(command, sources)
     try:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=home, delete=False) as file:
             file.write(data)
-        os.replace(file.name, home / f"{key}-{hashlib.sha256(data).hexdigest()}.so")
+        os.replace(file.name, home / f"{key}-{sha256(data)}.so")
     except OSError:
         pass  # a cache that cannot be written costs two seconds next time, nothing else
     return data
@@ -95,7 +110,7 @@ def cached(command: tuple[str, ...], sources: dict[str, bytes]) -> bytes:
 def open_library(data: bytes) -> ctypes.CDLL:
     """The library of these very bytes: written to a private folder, opened, and unlinked."""
     with tempfile.TemporaryDirectory(prefix="paritygate-") as folder:
-        path = Path(folder) / f"kernels-{hashlib.sha256(data).hexdigest()[:16]}.so"
+        path = Path(folder) / f"kernels-{sha256(data)[:16]}.so"
         path.write_bytes(data)
         try:
             return ctypes.CDLL(str(path))
@@ -107,7 +122,15 @@ def _run(commands: list[list[str]], folder: str) -> None:
     """All of them side by side; raises Unavailable with the compiler's words for the first that fails."""
     try:
         running = [
-            subprocess.Popen(c, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                c,
+                cwd=folder,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             for c in commands
         ]
     except OSError as error:
@@ -121,6 +144,6 @@ def _run(commands: list[list[str]], folder: str) -> None:
 
 def _succeeds(command: list[str]) -> bool:
     try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+        return subprocess.run(command, env=environment(), capture_output=True, check=False).returncode == 0
     except OSError:
         return False

@@ -11,10 +11,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from paritygate.errors import Refused
-from paritygate.spec.losses import device_class
+from paritygate.bootstrap import LIBRARIES
+from paritygate.errors import BadInputError, Refused
+from paritygate.native import build_record
+from paritygate.spec.losses import device_class, device_index
 
-DECIDING = ("device", "torch", "cuda", "gpu", "driver", "matmul_precision")
+KERNELS = ("kernels", "compiler", "compiler_version", "compiler_flags", "cpu")
+DECIDING = ("device", "torch", "cuda", "gpu", "driver", "matmul_precision", *KERNELS)
 """Entries of `environment` that must be equal for a receipt to hold."""
 
 
@@ -25,17 +28,25 @@ def installed(root: Path) -> dict[str, str]:
     for extra in project.get("optional-dependencies", {}).values():
         requirements.extend(extra)
     names = {re.split(r"[^A-Za-z0-9._-]", requirement.strip(), maxsplit=1)[0].lower() for requirement in requirements}
-    versions = {"python": platform.python_version()}
-    for name in sorted(names):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "absent"
-    return versions
+    return {"python": platform.python_version()} | {name: version_of(name) for name in sorted(names)}
+
+
+def version_of(name: str) -> str:
+    """The version of an installed distribution, or `absent`: a folder without metadata, which pip leaves, is none."""
+    for found in importlib.metadata.distributions(name=name):
+        metadata: Any = found.metadata  # of a folder without a file it is None, or empty, by the version of Python
+        version = metadata["Version"] if metadata is not None and "Version" in metadata else None
+        if version:
+            return str(version)
+    return "absent"
 
 
 def environment(device: str) -> dict[str, Any]:
-    """device, torch, cuda, gpu, driver, matmul_precision (these decide), threads, python, platform (information)."""
+    """device, torch, cuda, gpu, driver, matmul_precision, what builds the kernels (these decide); the rest informs.
+
+    Information: threads, python, platform. `libraries` holds the digest of each native library that this process has
+    opened: a run has to open the same.
+    """
     kind = device_class(device)
     torch_version, cuda = torch_build()
     gpu, driver = nvidia(device) if kind == "cuda" else ("none", "none")
@@ -46,10 +57,33 @@ def environment(device: str) -> dict[str, Any]:
         "gpu": gpu,
         "driver": driver,
         "matmul_precision": matmul_precision(),
+        **kernels(),
+        "libraries": dict(sorted(LIBRARIES.items())),
         "threads": threads(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
     }
+
+
+def kernels() -> dict[str, str]:
+    """What decides the bytes of the C++ kernels here: compiler, its version and flags, CPU; or `off: why`."""
+    record = build_record()
+    names = ("kernels", "compiler", "version", "flags", "cpu")
+    return {key: record.get(name, "none") for key, name in zip(KERNELS, names, strict=True)}
+
+
+def require_device(device: str) -> None:
+    """Raise BadInputError where torch cannot use `device` here, and for what is no device."""
+    if device_class(device) == "cpu":
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device_index(device) >= count:
+        raise BadInputError(
+            f"--device {device}: CUDA is unavailable (torch {torch.__version__} finds {count} devices); "
+            "--device cpu runs here."
+        )
 
 
 def torch_build() -> tuple[str, str]:
@@ -79,7 +113,7 @@ def nvidia(device: str) -> tuple[str, str]:
 
 def visible_index(device: str, count: int) -> int:
     """Index of the physical GPU behind a torch device string, CUDA_VISIBLE_DEVICES considered."""
-    index = int(device.partition(":")[2] or 0)
+    index = device_index(device)
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
     if visible and visible[index].isdigit():
         return int(visible[index])

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import secrets
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from paritygate.errors import Refused
 from paritygate.spec.schema import check_schema
+from paritygate.spec.strict import open_plain, parse_json, read_plain
 
 
 def canonical(value: Any) -> bytes:
@@ -25,8 +25,8 @@ def digest(value: Any) -> str:
 
 
 def sha256_file(path: str | Path) -> str:
-    """Hexadecimal sha256 of the bytes of the file at `path`."""
-    with open(path, "rb") as file:
+    """Hexadecimal sha256 of the bytes of the plain file at `path`, of any size."""
+    with open(open_plain(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -61,13 +61,13 @@ def write_atomic(path: str | Path, data: bytes, *, exclusive: bool = False) -> N
 def read_canonical(path: Path, schema: str) -> tuple[dict[str, Any], bytes]:
     """The JSON value in `path` and its bytes; raises Refused unless the form is canonical and the schema kept."""
     try:
-        data = path.read_bytes()
-        value = json.loads(data)
+        data = read_plain(path)
+        value = parse_json(data)
         is_canonical = canonical(value) == data
     except OSError as error:
         raise Refused(f"{path} cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"{path} is not JSON ({error}): it was not written by a session of ours.") from error
+    except ValueError as error:
+        raise Refused(f"{path} is no receipt ({error}): it was not written by a session of ours.") from error
     if not is_canonical:
         raise Refused(f"{path} is not in canonical form (RFC 8785): it was not written by a session of ours.")
     check_schema(value, schema, path)

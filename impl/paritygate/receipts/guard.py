@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from paritygate.bootstrap import refuse_foreign, refuse_optimised
+from paritygate.receipts.origins import refuse_shadowed
 from paritygate.receipts.parity import ParityReceipt, require_parity
 from paritygate.receipts.provenance import refuse_other_code
 from paritygate.receipts.rerun import rerun_parity
@@ -29,6 +30,7 @@ def guard(
     refuse_optimised("a run")
     refuse_foreign(root)
     receipt = require_parity(root, losses, device)
+    refuse_shadowed(root)
     refuse_other_code(root, receipt)
     if full_run and trust_receipt:
         principal = require_signature(root, receipt)

@@ -15,6 +15,8 @@ from paritygate.receipts.git import git
 from paritygate.receipts.subjects import difference, subjects
 from paritygate.spec.losses import device_class, load_losses, required, shortfalls
 from paritygate.spec.project import project_at
+from paritygate.spec.schema import check_schema
+from paritygate.spec.strict import read_plain
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
@@ -84,9 +86,25 @@ def write_parity_receipt(root: Path, statement: Mapping[str, Any]) -> Path:
     """Write receipts/parity-<sha256 of its bytes>.json under `root` (whole or not at all) and return its path."""
     data = canonical(statement)
     path = root / project_at(root).receipts / f"parity-{hashlib.sha256(data).hexdigest()}.json"
-    if not path.exists() or path.read_bytes() != data:
-        write_atomic(path, data)
+    try:
+        if not path.exists() or read_plain(path) != data:
+            write_atomic(path, data)
+    except OSError as error:
+        raise Refused(f"{path} cannot be written ({error.strerror}): parity was shown, and nothing says so.") from error
     return path
+
+
+def show_parity(root: Path, statement: Mapping[str, Any], device: str, losses: Iterable[str] | None = None) -> Path:
+    """`write_parity_receipt`, for a statement that lets a run of `losses` (None: all) on `device` start here and now.
+
+    Raises Refused, and leaves no receipt, where the guard would refuse it.
+    """
+    path = root / project_at(root).receipts / f"parity-{digest(statement)}.json"
+    check_schema(statement, "parity-receipt", path)
+    receipt = ParityReceipt(path, digest(statement), dict(statement))
+    if reason := misfit(receipt, root, subjects(root), required(load_losses(root), device, losses), device):
+        raise Refused(reason[1])
+    return write_parity_receipt(root, statement)
 
 
 def read_parity_receipt(path: Path) -> ParityReceipt:
@@ -95,7 +113,7 @@ def read_parity_receipt(path: Path) -> ParityReceipt:
     if name is None:
         raise Refused(f"{path} is not named parity-<sha256 of its bytes>.json: {HOW}.")
     try:
-        data = path.read_bytes()
+        data = read_plain(path)
     except OSError as error:
         raise Refused(f"{path} cannot be read ({error.strerror}): {HOW}.") from error
     sha256 = hashlib.sha256(data).hexdigest()
@@ -133,7 +151,7 @@ def require_parity(
         raise Refused(f"no parity receipt in {root / project_at(root).receipts}: {HOW}.")
     if resumed is not None:
         refuse_other_tree(Path(resumed), files)
-    closest = (-1, "")
+    closest: tuple[float, str] = (-1, "")
     for path in candidates:
         try:
             receipt = read_parity_receipt(path)
@@ -147,7 +165,7 @@ def require_parity(
     raise Refused(closest[1])
 
 
-def how_far(reason: tuple[int, str]) -> int:
+def how_far(reason: tuple[float, str]) -> float:
     """How far a receipt got before it was found not to hold; of equals the first, the likest, is told."""
     return reason[0]
 
@@ -157,7 +175,10 @@ def by_likeness(root: Path, files: Mapping[str, str]) -> list[Path]:
     digests = [value.encode() for value in files.values()]
     found: list[tuple[int, Path]] = []
     for path in sorted((root / project_at(root).receipts).glob("parity-*.json")):
-        data = path.read_bytes() if path.is_file() else b""
+        try:
+            data = read_plain(path)
+        except OSError:
+            data = b""  # whoever asks for this one is told what is wrong with it; it hides no other
         found.append((sum(value not in data for value in digests), path))
     found.sort()
     whole = [path for missing, path in found if missing == 0]
@@ -173,7 +194,7 @@ def refuse_other_tree(run_dir: Path, files: Mapping[str, str]) -> None:
 
 def misfit(
     receipt: ParityReceipt, root: Path, files: Mapping[str, str], wanted: Mapping[str, Any], device: str
-) -> tuple[int, str] | None:
+) -> tuple[float, str] | None:
     """Why `receipt` does not hold here, with how far it got (more is closer), or None when it holds."""
     shown = receipt.part("environment")
     kind = device_class(device)
@@ -186,9 +207,10 @@ def misfit(
     if change := difference(receipt.subjects, files):
         return 2, f"{change} since parity was shown ({receipt.path.name}): {HOW}."
     here = environment(device)
-    for key in DECIDING:
-        if here[key] != shown[key]:
-            return 3, f"{key} is {here[key]} here, {receipt.path.name} was shown with {shown[key]}: {HOW}."
+    for place, key in enumerate(DECIDING):
+        if here[key] != shown.get(key):
+            told = shown.get(key, "nothing said of it")
+            return 3 + place / 100, f"{key} is {here[key]} here, {receipt.path.name} was shown with {told}: {HOW}."
     if change := version_change(receipt, root):
         return 4, f"{change}, in {receipt.path.name}: {HOW}."
     if missing := shortfalls(wanted, receipt.part("obligations")):

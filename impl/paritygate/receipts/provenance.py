@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from paritygate import __version__
-from paritygate.bootstrap import LOADED
+from paritygate.bootstrap import LIBRARIES, LOADED
 from paritygate.errors import Refused
 from paritygate.receipts.environment import DECIDING, environment, installed
 from paritygate.receipts.files import canonical, digest, read_canonical, sha256_file, write_atomic
 from paritygate.receipts.lock import LOCK
+from paritygate.receipts.origins import refuse_shadowed
 from paritygate.receipts.parity import STATEMENT, ParityReceipt, read_parity_receipt
 from paritygate.receipts.phases import PhaseChain
 from paritygate.receipts.subjects import difference, subjects
@@ -41,6 +42,7 @@ def write_run_receipt(
     """
     run_dir, root = Path(run_dir), Path(root).resolve()
     refuse_other_code(root, parity)
+    refuse_shadowed(root)
     copy = run_dir / parity.path.name
     if not copy.exists():
         write_atomic(copy, canonical(parity.statement))
@@ -86,7 +88,7 @@ def named(statement: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_code(root: Path | str, parity: ParityReceipt) -> None:
-    """Raise Refused when a module of this process was compiled from other bytes than parity was shown for."""
+    """Raise Refused when a module or native library of this process has other bytes than parity was shown for."""
     shown, root = parity.subjects, Path(root).resolve()
     for path, sha256 in sorted(LOADED.items()):
         name = os.path.relpath(path, root).replace(os.sep, "/")
@@ -95,6 +97,18 @@ def refuse_other_code(root: Path | str, parity: ParityReceipt) -> None:
         if shown.get(name) != sha256:
             raise Refused(
                 f"{name} ran with other bytes than {parity.path.name} was shown for: it was edited meanwhile."
+            )
+    refuse_other_libraries(LIBRARIES, parity)
+
+
+def refuse_other_libraries(opened: Mapping[str, str], parity: ParityReceipt) -> None:
+    """Raise Refused when a native library (C++ sources -> sha256) is not, byte for byte, the one that parity shows."""
+    libraries = parity.part("environment").get("libraries", {})
+    for name, sha256 in sorted(opened.items()):
+        if libraries.get(name) != sha256:
+            raise Refused(
+                f"the library compiled from {name} has other bytes than the one of {parity.path.name}: the compiler, "
+                "or what it reads, changed; run `pytest tests/parity` and try again."
             )
 
 
@@ -110,8 +124,17 @@ def files_of(run_dir: Path) -> dict[str, str]:
             path = Path(folder) / name
             relative = path.relative_to(run_dir).as_posix()
             if relative not in (RECEIPT, LOCK):
-                found[relative] = sha256_file(path)
+                found[relative] = digest_of(path)
     return dict(sorted(found.items()))
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of the plain file at `path`; raises Refused for anything else."""
+    try:
+        return sha256_file(path)
+    except OSError as error:
+        why = error.strerror if path.is_file() else "not a plain file"
+        raise Refused(f"{path} cannot be read ({why}): a run directory holds plain files.") from error
 
 
 def verify_run(
@@ -170,10 +193,10 @@ def verify_parity_copy(run_dir: Path, root: Path, definition: Mapping[str, Any])
         raise Refused(f"{copies[0]} is not the parity receipt that {RECEIPT} names.")
     shown, ran = parity.part("environment"), inner["environment"]
     for key in DECIDING:
-        if shown[key] != ran[key]:
-            raise Refused(
-                f"{RECEIPT} says that the run had {key} {ran[key]}, {copies[0].name} was shown with {shown[key]}."
-            )
+        if shown.get(key) != ran.get(key):
+            claims = f"{RECEIPT} says that the run had {key} {ran.get(key)}"
+            raise Refused(f"{claims}, {copies[0].name} was shown with {shown.get(key)}.")
+    refuse_other_libraries(ran.get("libraries", {}), parity)
     if change := difference(parity.subjects, subjects(root)):
         commit = parity.part("session")["commit"]
         hint = f"check out commit {commit}" if commit else "check out the tree of the run"

@@ -15,21 +15,26 @@ from paritygate.receipts.parity import NAME, ParityReceipt, read_parity_receipt
 from paritygate.receipts.subjects import difference, subjects
 from paritygate.spec.project import project_at
 
-KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""All that a re-run sees of the caller's environment."""
+KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+"""What a process needs to find anything."""
+DECIDES = (
+    *("CXX", "PARITYGATE_KERNELS", "TRITON_INTERPRET", "ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+)
+"""What decides the numbers of the run that asks, and so has to be the same; nothing else of its environment is seen."""
 
 
 def rerun_parity(root: Path | str, receipt: ParityReceipt, device: str) -> ParityReceipt:
     """Run `pytest tests/parity` for the commit at `root` and return the receipt that it wrote, now in receipts/.
 
-    The worktree is clean and somewhere else, plugins are not loaded, of the environment only KEPT is seen. Raises
-    Refused when the tree differs from the commit, when the re-run is not green, or when `receipt` tells otherwise.
+    The worktree is clean and somewhere else, plugins are not loaded, of the environment only KEPT and DECIDES are seen.
+    Raises Refused when the tree differs from the commit, the re-run is not green, or `receipt` tells otherwise.
     """
     root = Path(root).resolve()
     with tempfile.TemporaryDirectory(prefix="paritygate-") as scratch:
         home = Path(scratch) / "home"
         home.mkdir()
-        scrubbed = {name: os.environ[name] for name in KEPT if name in os.environ}
+        scrubbed = {name: os.environ[name] for name in (*KEPT, *DECIDES) if name in os.environ}
         scrubbed |= {"HOME": str(home), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         with clean_worktree(root, Path(scratch) / "tree", scrubbed) as tree:
             if change := difference(subjects(tree), subjects(root)):

@@ -7,6 +7,7 @@ from pathlib import Path
 from paritygate.errors import Refused
 from paritygate.receipts.files import sha256_file
 from paritygate.spec.project import project_at
+from paritygate.spec.strict import MOST_BYTES
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Files at the root that pytest or Python would load in spite of pyproject.toml; none belongs there.
@@ -49,6 +50,8 @@ def digest_of(root: Path, name: str) -> str:
     try:
         name.encode()
         if path.is_file():
+            if path.stat().st_size > MOST_BYTES:
+                raise Refused(f"{name} is over {MOST_BYTES >> 20} MiB, which no file that parity stands on is.")
             return sha256_file(path)
     except (OSError, UnicodeEncodeError) as error:
         raise Refused(f"{name!a} cannot be read ({error}): parity is shown for it.") from error

@@ -1,14 +1,15 @@
 """What spec/losses.json asks for, and what is still missing from a set of results."""
 
 import itertools
-import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paritygate.errors import Refused
+from paritygate.errors import BadInputError, Refused
 from paritygate.spec.project import project_at
 from paritygate.spec.schema import check_schema
+from paritygate.spec.strict import parse_json, read_plain
 
 
 def load_losses(root: Path) -> dict[str, Any]:
@@ -19,9 +20,10 @@ def load_losses(root: Path) -> dict[str, Any]:
     """
     path = root / project_at(root).spec
     try:
-        spec = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise Refused(f"{path} cannot be read ({error}): it says what has to be shown.") from error
+        spec = parse_json(read_plain(path))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise Refused(f"{path} cannot be read ({why}): it says what has to be shown.") from error
     check_schema(spec, "losses", path)
     return _expanded(spec, path)
 
@@ -51,9 +53,24 @@ def _rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
+DEVICE = re.compile(r"(cpu|cuda)(?::(0|[1-9][0-9]{0,3}))?")
+
+
 def device_class(device: str) -> str:
-    """`cpu` or `cuda`, of a torch device string such as `cuda:0`."""
-    return device.partition(":")[0]
+    """`cpu` or `cuda`, of a torch device string such as `cuda:0`; raises BadInputError for any other text."""
+    return _device(device)[1]
+
+
+def device_index(device: str) -> int:
+    """Which of the devices of its class, 0 where the string does not say; raises BadInputError as `device_class`."""
+    return int(_device(device)[2] or 0)
+
+
+def _device(device: str) -> re.Match[str]:
+    named = DEVICE.fullmatch(device)
+    if named is None:
+        raise BadInputError(f"--device {device}: cpu or cuda is expected (cuda:1 is the second).")
+    return named
 
 
 def required(spec: Mapping[str, Any], device: str, losses: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from paritygate.errors import Refused
 from paritygate.spec.error import Finding, pointer
+from paritygate.spec.strict import parse_json, read_plain
 
 _HERE = Path(__file__).resolve()
 
@@ -25,7 +26,7 @@ def load_schema(name: str) -> dict[str, Any]:
     """The schema `spec/schema/<name>.schema.json`; raises Refused when it cannot be read: the checkout is damaged."""
     path = spec_folder() / "schema" / f"{name}.schema.json"
     try:
-        return cast("dict[str, Any]", json.loads(path.read_text("utf-8")))
+        return cast("dict[str, Any]", parse_json(read_plain(path)))
     except (OSError, ValueError) as error:
         raise Refused(f"{path} cannot be used as a schema ({error}): get it again from the repository.") from error
 

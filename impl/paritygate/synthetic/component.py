@@ -11,6 +11,7 @@ from typing import Any
 
 from paritygate.errors import BadInputError
 from paritygate.receipts import guard, refuse_other_code, write_atomic
+from paritygate.receipts.environment import require_device
 from paritygate.spec.synthetic import Synthetic
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,7 +52,7 @@ def run(
     """
     spec = with_seeds(spec, seeds)
     target = checked_output(output or root / DEFAULT_OUTPUT)
-    checked_device(device)
+    require_device(device)
     parity = guard(root, spec.losses, device)
     from paritygate.synthetic.artifact import artifact
     from paritygate.synthetic.training import train_seed
@@ -84,7 +85,7 @@ def plan(
     """What `run` would do, and what its input would be refused for; nothing is run, written or refused here."""
     findings: list[str] = []
     target = output or ROOT / DEFAULT_OUTPUT
-    for check in (lambda: with_seeds(spec, seeds), lambda: checked_device(device), lambda: checked_output(target)):
+    for check in (lambda: with_seeds(spec, seeds), lambda: require_device(device), lambda: checked_output(target)):
         try:
             check()
         except BadInputError as error:
@@ -126,21 +127,6 @@ def checked_output(target: Path) -> Path:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise BadInputError(f"--output {target}: {folder} is no folder that can be written to.")
     return target
-
-
-def checked_device(device: str) -> None:
-    """BadInputError where torch cannot use `device` here."""
-    import torch
-
-    kind, _, index = device.partition(":")
-    if device == "cpu":
-        return
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise BadInputError(f"--device {device}: cpu or cuda is expected.")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index or 0) >= count:
-        found = f"torch {torch.__version__} finds {count} devices"
-        raise BadInputError(f"--device {device}: CUDA is unavailable ({found}); --device cpu runs here.")
 
 
 def _table(facts: dict[str, Any]) -> list[str]:
