@@ -124,9 +124,12 @@ class Connection:
     silent: int = 0  # calls in a row without an answer
     saved: list[str] = field(default_factory=list[str])
 
-    def probe(self, seconds: float = 10.0) -> None:
-        """GET healthz without the SDK, which would block; BackendError in one sentence when nobody answers there."""
-        probe(self.base_url, self.api_key, seconds)
+    def probe(self, seconds: float | None = None) -> None:
+        """GET healthz without the SDK, which would block; BackendError in one sentence when nobody answers there.
+
+        A service that trains in the process that serves answers health late: by default it has twice a call's limit.
+        """
+        probe(self.base_url, self.api_key, max(10.0, 2 * self.limit) if seconds is None else seconds)
 
     def call(self, what: str, submit: Callable[[], Any], limit: float | None = None) -> Any:
         """The result of one SDK call, future or not.

@@ -35,7 +35,7 @@ def prove_at(
     """
     settings, url = settings or Settings(), checked_url(url)
     connection = Connection(url, api_key, model or "", limit=limit)
-    connection.probe()
+    connection.probe(10.0)
     lab = Lab(connection, settings)
     models = list(lab.long.models())
     connection.model = model or _only_model(models, url)
