@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from paritygate.losses import sdpo, spod
+from paritygate.losses import engines, sdpo, spod
+from paritygate.losses.buckets import Options
 from paritygate.losses.engines.triton import divergence as triton_divergence
 from paritygate.losses.engines.triton import rows as triton_rows
-from paritygate.losses.sdpo import divergence as row_divergence
-from paritygate.losses.spod import rows as row_ops
 from tests.kernels.kernel_batches import batch
 from tests.kernels.test_divergence import sure_student_holds
 from tests.kernels.test_rows import holds, sure_sides_hold
@@ -20,7 +19,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPOD by the interpreted rows, on CPU tensors, in blocks small enough to need several."""
     monkeypatch.setattr(triton_rows, "BLOCK", dict.fromkeys(triton_rows.BLOCK, 128))
-    monkeypatch.setattr(row_ops, "engine", lambda *_: triton_rows)
+    monkeypatch.setattr(engines, "choose", lambda *_: triton_rows)
     monkeypatch.setattr(triton_divergence, "BLOCK", 128)
 
 
@@ -110,8 +109,8 @@ def test_divergences(
         side[1, 1, 3] = torch.nan
     found = []
     for precise in (True, False):
-        engine = None if precise else triton_divergence
-        monkeypatch.setattr(row_divergence, "engine", lambda *_, engine=engine: engine)
+        engine = engines.float64 if precise else triton_divergence
+        monkeypatch.setattr(engines, "choose", lambda *_, engine=engine: engine)
         leaf = (student.double() if precise else student.clone()).requires_grad_()
         loss = sdpo.logit_loss(leaf, teacher.to(leaf.dtype), mask, divergence=kind, mixture=mixture, validate=precise)
         found.append((float(loss.detach()), torch.autograd.grad(loss, leaf)[0].double()))
@@ -139,8 +138,8 @@ def test_truncated_divergences(
         side[1, 1, 3] = torch.nan
     found = []
     for precise in (True, False):
-        engine = None if precise else triton_divergence
-        monkeypatch.setattr(row_divergence, "engine", lambda *_, engine=engine: engine)
+        engine = engines.float64 if precise else triton_divergence
+        monkeypatch.setattr(engines, "choose", lambda *_, engine=engine: engine)
         leaf = (student.double() if precise else student.clone()).requires_grad_()
         options = {"divergence": kind, "mixture": mixture, "top_k": k, "tail": tail, "validate": precise}
         loss = sdpo.logit_loss(leaf, teacher.to(leaf.dtype), mask, **options)
@@ -155,28 +154,30 @@ def test_truncated_divergences(
 def test_truncated_divergences_where_the_teacher_excludes_an_entry() -> None:
     """+inf, and no gradient, where an entry kept is the teacher's -inf; in the tail it is an entry like any other."""
     student, teacher = torch.linspace(3, -3, 140)[None], torch.linspace(-2, 2, 140)[None]
-    read, one = torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
+    row_mask, one = torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
     teacher[0, 20] = -torch.inf
     for k, tail in ((10, True), (10, False), (30, True), (30, False)):
-        values, known = triton_divergence.divergence(student, teacher, read, "reverse_kl", 0.5, k, tail)
-        gradient = triton_divergence.divergence_gradient(student, teacher, read, "reverse_kl", 0.5, known, one, tail)
+        options = Options("reverse_kl", 0.5, k, tail)
+        values, saved = triton_divergence.divergence(student, teacher, row_mask, options)
+        gradient = triton_divergence.divergence_gradient(student, teacher, row_mask, options, saved, one)
         assert bool(torch.isfinite(values[0])) is (k == 10)
         assert bool(torch.isfinite(gradient).all()) is (k == 10)
         assert bool(gradient.isnan().all()) is (k == 30)
 
 
 def test_divergences_where_a_side_excludes_an_entry() -> None:
-    read = torch.ones(1, dtype=torch.bool)
+    row_mask = torch.ones(1, dtype=torch.bool)
     table = {"forward_kl": (True, False), "reverse_kl": (False, True), "jsd": (True, True)}  # teacher, student is -inf
     for kind, finite in table.items():
         for hole, claim in enumerate(finite):
             sides = [torch.linspace(3, -3, 140)[None], torch.linspace(-2, 2, 140)[None]]
             sides[hole][0, 130:] = -torch.inf
             teacher, student = sides
-            values, known = triton_divergence.divergence(student, teacher, read, kind, 0.3)
+            options = Options(kind, 0.3)
+            values, saved = triton_divergence.divergence(student, teacher, row_mask, options)
             assert bool(torch.isfinite(values[0])) is claim
             one = torch.ones(1, dtype=torch.float64)
-            gradient = triton_divergence.divergence_gradient(student, teacher, read, kind, 0.3, known, one)
+            gradient = triton_divergence.divergence_gradient(student, teacher, row_mask, options, saved, one)
             assert bool(torch.isfinite(gradient).all()) is (claim or kind == "forward_kl")
 
 
@@ -190,5 +191,5 @@ def test_two_sides_that_are_sure_of_one_token(sure: float, dtype: torch.dtype) -
 @pytest.mark.parametrize("sure", [4.0, 20.0, 40.0])
 @pytest.mark.parametrize("vocabulary", [3, 300])
 def test_a_sure_student(vocabulary: int, sure: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_divergence, "engine", lambda *_: triton_divergence)
+    monkeypatch.setattr(engines, "choose", lambda *_: triton_divergence)
     sure_student_holds(vocabulary, sure, dtype)

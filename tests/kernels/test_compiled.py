@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ import torch
 
 from paritygate import bootstrap
 from paritygate.losses import spod
+from paritygate.losses.buckets import DIVERGENCES, TAIL_CAP
 from paritygate.losses.engines import cpp
-from paritygate.losses.row_stats import COLUMNS
+from paritygate.losses.row_stats import RowStat
 from paritygate.native import libraries
 from tests.kernels.kernel_batches import answer, batch
 from tests.kernels.test_rows import holds
@@ -67,7 +69,7 @@ def test_every_float16_and_bfloat16_comes_and_goes_exactly(narrow: tuple[str, ct
         actions = torch.zeros(len(logits), dtype=torch.int64)
         wide = cpp.statistics(logits, logits, actions)
         finite = torch.isfinite(logits[:, 0])
-        column = COLUMNS.index("student_maximum")
+        column = RowStat.STUDENT_MAXIMUM
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cpp, "library", lambda: library)
             thin = cpp.statistics(logits, logits, actions)
@@ -169,8 +171,9 @@ def test_a_process_with_nothing_but_python_still_computes() -> None:
 import sys; sys.path.insert(0, sys.argv[1])
 import torch
 from paritygate.losses import spod
+from paritygate.losses.buckets import DIVERGENCES, TAIL_CAP
 from paritygate.losses.engines import cpp
-from paritygate.losses.row_stats import COLUMNS
+from paritygate.losses.row_stats import RowStat
 x = torch.zeros(1, 3); x[0, 0] = 1; i = torch.zeros(1, dtype=torch.int64)
 print(cpp.unavailable(), float(spod.success_preserving_loss(x, x * 2, i, i, i, torch.tensor([False])).loss))
 """
@@ -183,3 +186,19 @@ print(cpp.unavailable(), float(spod.success_preserving_loss(x, x * 2, i, i, i, t
     value = float(done.stdout.split()[-1])
     p, q = torch.tensor([1.0, 0, 0]).double().log_softmax(0), torch.tensor([2.0, 0, 0]).double().log_softmax(0)
     assert value == pytest.approx(float((q.exp() * (q - p)).sum()), abs=2e-7)
+
+
+def test_the_enum_of_the_kernels_is_that_of_python() -> None:
+    """The order in which C++ writes a row's statistics is the order in which everything else reads them."""
+    names = re.search(r"enum \{ (STUDENT_MAXIMUM[\w, ]*), COLUMNS \};", (cpp.FOLDER / "rows.hpp").read_text())
+    assert names
+    assert {name: place for place, name in enumerate(names[1].split(", "))} == dict(RowStat.__members__)
+
+
+def test_the_divergences_of_the_kernels_are_those_of_python() -> None:
+    text = (cpp.FOLDER / "wide.hpp").read_text()
+    assert f"enum {{ {', '.join(DIVERGENCES).upper()} }};" in text
+
+
+def test_the_cap_of_the_tail_is_one_number() -> None:
+    assert f"-std::expm1({TAIL_CAP:g})".replace("e-0", "e-") in (cpp.FOLDER / "truncated.cpp").read_text()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paritygate.losses import sdpo
+from paritygate.losses.buckets import Options
 from paritygate.losses.engines import cpp
 from tests.kernels.test_rows import layouts, needs_compiler, threads
 
@@ -57,11 +58,12 @@ def test_any_vocabulary(vocabulary: int, noise: float, kind: str, mixture: float
 @KINDS
 def test_thread_counts_and_layouts_change_no_bit(kind: str, mixture: float, dtype: torch.dtype) -> None:
     student, teacher, _ = (x.flatten(0, 1) for x in logits(700, dtype))
-    read, scale = torch.ones(10, dtype=torch.bool), torch.linspace(0.1, 1, 10).double()
+    row_mask, scale = torch.ones(10, dtype=torch.bool), torch.linspace(0.1, 1, 10).double()
+    options = Options(kind, mixture)
 
     def run(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        values, known = cpp.divergence(p, q, read, kind, mixture)
-        return values, cpp.divergence_gradient(p, q, read, kind, mixture, known, scale)
+        values, saved = cpp.divergence(p, q, row_mask, options)
+        return values, cpp.divergence_gradient(p, q, row_mask, options, saved, scale)
 
     with threads(1):
         expected = run(student, teacher)
@@ -74,7 +76,7 @@ def test_thread_counts_and_layouts_change_no_bit(kind: str, mixture: float, dtyp
 
 @DTYPES
 def test_the_numerics_table(dtype: torch.dtype) -> None:
-    read, one = torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
+    row_mask, one = torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
     table = {  # kind: -inf in both, in the teacher alone, in the student alone
         "forward_kl": (math.isfinite, math.isfinite, math.isinf),
         "reverse_kl": (math.isfinite, math.isinf, math.isfinite),
@@ -86,9 +88,9 @@ def test_the_numerics_table(dtype: torch.dtype) -> None:
             for logits_of, holes in ((student, (0, 2)), (teacher, (0, 1))):
                 if case in holes:
                     logits_of[0, 40:50] = -math.inf
-            values, known = cpp.divergence(student, teacher, read, kind, 0.3)
+            values, saved = cpp.divergence(student, teacher, row_mask, Options(kind, 0.3))
             assert claim(float(values[0])), (kind, case)
-            gradient = cpp.divergence_gradient(student, teacher, read, kind, 0.3, known, one)
+            gradient = cpp.divergence_gradient(student, teacher, row_mask, Options(kind, 0.3), saved, one)
             finite = torch.isfinite(gradient).all()
             assert finite or (kind == "reverse_kl" and math.isinf(float(values[0])))
             if case == 0:
@@ -98,17 +100,17 @@ def test_the_numerics_table(dtype: torch.dtype) -> None:
 @DTYPES
 def test_rows_that_are_not_read_may_hold_anything(dtype: torch.dtype) -> None:
     student, teacher, _ = (x.flatten(0, 1) for x in logits(90, dtype))
-    read, scale = torch.ones(10, dtype=torch.bool), torch.ones(10, dtype=torch.float64)
-    read[4] = read[7] = False
+    row_mask, scale = torch.ones(10, dtype=torch.bool), torch.ones(10, dtype=torch.float64)
+    row_mask[4] = row_mask[7] = False
     spoiled = student.clone()
     spoiled[4], spoiled[7] = math.nan, math.inf
     for kind in sdpo.DIVERGENCES:
-        values, known = cpp.divergence(student, teacher, read, kind, 0.5)
-        other, known_other = cpp.divergence(spoiled, teacher, read, kind, 0.5)
+        values, saved = cpp.divergence(student, teacher, row_mask, Options(kind))
+        other, saved_other = cpp.divergence(spoiled, teacher, row_mask, Options(kind))
         assert torch.equal(values, other)
         gradients = [
-            cpp.divergence_gradient(x, teacher, read, kind, 0.5, k, scale)
-            for x, k in ((student, known), (spoiled, known_other))
+            cpp.divergence_gradient(x, teacher, row_mask, Options(kind), k, scale)
+            for x, k in ((student, saved), (spoiled, saved_other))
         ]
         assert torch.equal(*gradients)
         assert (gradients[0][[4, 7]] == 0).all()

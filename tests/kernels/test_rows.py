@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paritygate.losses import spod
+from paritygate.losses import engines, spod
 from paritygate.losses.engines import cpp, float32
-from paritygate.losses.row_stats import COLUMNS
-from paritygate.losses.spod import rows as row_ops
+from paritygate.losses.row_stats import RowStat
 from tests.kernels.kernel_batches import answer, batch
 
 HALF_ULP = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 5e-4}
@@ -175,7 +174,7 @@ def test_mass_too_small_for_float32_is_still_mass(rows: ModuleType) -> None:
     """exp(-200) is no float32, but it is teacher mass; exp(-131008) is none in float64 either."""
     student, teacher = torch.zeros(2, 4), torch.tensor([[0.0, 0, 0, -200], [0, 0, 0, -131008]])
     student[:, 3] = -math.inf
-    kl = rows.statistics(student, teacher, torch.zeros(2, dtype=torch.int64))[:, COLUMNS.index("kl")]
+    kl = rows.statistics(student, teacher, torch.zeros(2, dtype=torch.int64))[:, RowStat.KL]
     assert kl[0] == math.inf
     assert kl[1] == pytest.approx(0.0, abs=1e-7)
 
@@ -294,7 +293,7 @@ def test_the_gradient_is_differentiable_where_asked() -> None:
 def test_mixed_dtypes_and_float64_are_torch_s(dtype: torch.dtype) -> None:
     data = batch([[2, 1], [2]], 50, dtype)
     data["teacher_logits"] = data["teacher_logits"].double()
-    assert row_ops.engine(data["student_logits"], data["teacher_logits"]) is None
+    assert engines.choose("rows", data["student_logits"], data["teacher_logits"]) is engines.float64
     holds(data, *spod.success_preserving_loss_and_grad(**data))
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paritygate.losses import sdpo
+from paritygate.losses import engines, sdpo
+from paritygate.losses.buckets import Options
 from paritygate.losses.engines import cpp
-from paritygate.losses.sdpo import divergence as row_divergence
 from paritygate_reference import sdpo as reference
 from tests.kernels.test_divergence import DTYPES, KINDS, ULP, both, logits
 from tests.kernels.test_rows import layouts, needs_compiler, threads
@@ -24,7 +24,7 @@ SIZES = [(1, 1), (2, 1), (3, 3), (17, 5), (33, 33), (127, 128 - 1), (130, 100), 
 def holds(student: Tensor, teacher: Tensor, mask: Tensor, **options: Any) -> None:
     """Value and gradient are those of float64 logits, by torch: to the tolerances of spec/losses.json."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_divergence, "engine", lambda *_: None)
+        patch.setattr(engines, "choose", lambda *_: engines.float64)
         exact, slope = both(student.double(), teacher.double(), mask, **options)
     loss, gradient = both(student, teacher, mask, **options)
     assert float(loss) == pytest.approx(float(exact), rel=1e-6, abs=1e-12)
@@ -41,7 +41,7 @@ def holds(student: Tensor, teacher: Tensor, mask: Tensor, **options: Any) -> Non
 def test_any_vocabulary_and_any_k(noise: float, tail: bool, kind: str, mixture: float, dtype: torch.dtype) -> None:
     for vocabulary, k in SIZES:
         student, teacher, mask = logits(vocabulary, dtype, noise)
-        assert row_divergence.engine(student.flatten(0, 1), teacher.flatten(0, 1)) is cpp
+        assert engines.choose("divergences", student.flatten(0, 1), teacher.flatten(0, 1)) is cpp
         holds(student, teacher, mask, kind=kind, mixture=mixture, top_k=k, tail=tail)
 
 
@@ -62,8 +62,8 @@ def test_against_the_reference(tail: bool, kind: str, mixture: float, dtype: tor
 
 def chosen(student: Tensor, k: int) -> list[list[int]]:
     """The indices that the kernel keeps of each row."""
-    read = torch.ones(len(student), dtype=torch.bool)
-    return cpp.divergence(student, student, read, "forward_kl", 0.5, k)[1][1].tolist()
+    row_mask = torch.ones(len(student), dtype=torch.bool)
+    return cpp.divergence(student, student, row_mask, Options("forward_kl", top_k=k))[1][1].tolist()
 
 
 @DTYPES
@@ -121,7 +121,7 @@ def test_both_ends_of_float16(tail: bool, kind: str, mixture: float, dtype: torc
         student, teacher = (values[torch.randint(0, 5, (1, 3, 19), generator=generator)].to(dtype) for _ in range(2))
         for k in (1, 5, 19):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(row_divergence, "engine", lambda *_: None)
+                patch.setattr(engines, "choose", lambda *_: engines.float64)
                 mask = torch.ones(1, 3, dtype=torch.bool)
                 exact, slope = both(student.double(), teacher.double(), mask, kind, mixture, top_k=k, tail=tail)
             loss, gradient = both(student, teacher, mask, kind, mixture, top_k=k, tail=tail)
@@ -134,17 +134,18 @@ def test_both_ends_of_float16(tail: bool, kind: str, mixture: float, dtype: torc
 @TAILS
 def test_masked_rows_may_hold_anything(tail: bool, dtype: torch.dtype) -> None:
     student, teacher, _ = (x.flatten(0, 1) for x in logits(90, dtype))
-    read, scale = torch.ones(10, dtype=torch.bool), torch.ones(10, dtype=torch.float64)
-    read[4] = read[7] = False
+    row_mask, scale = torch.ones(10, dtype=torch.bool), torch.ones(10, dtype=torch.float64)
+    row_mask[4] = row_mask[7] = False
     spoiled = student.clone()
     spoiled[4], spoiled[7] = math.nan, math.inf
     for kind in sdpo.DIVERGENCES:
-        values, known = cpp.divergence(student, teacher, read, kind, 0.5, 9, tail)
-        other, known_other = cpp.divergence(spoiled, teacher, read, kind, 0.5, 9, tail)
+        options = Options(kind, 0.5, 9, tail)
+        values, saved = cpp.divergence(student, teacher, row_mask, options)
+        other, saved_other = cpp.divergence(spoiled, teacher, row_mask, options)
         assert torch.equal(values, other)
         gradients = [
-            cpp.divergence_gradient(x, teacher, read, kind, 0.5, k, scale, tail)
-            for x, k in ((student, known), (spoiled, known_other))
+            cpp.divergence_gradient(x, teacher, row_mask, options, k, scale)
+            for x, k in ((student, saved), (spoiled, saved_other))
         ]
         assert torch.equal(*gradients)
         assert (gradients[0][[4, 7]] == 0).all()
@@ -158,10 +159,11 @@ def test_a_bad_row_that_is_not_validated_is_nan(side: int, value: float | None, 
         pair = [x.flatten(0, 1).clone() for x in logits(90, dtype)[:2]]
         pair[side][2] = -math.inf if value is None else pair[side][2]
         pair[side][2, 80] = -math.inf if value is None else value
-        values, known = cpp.divergence(*pair, torch.ones(10, dtype=torch.bool), kind, 0.5, k)
+        options = Options(kind, top_k=k)
+        values, saved = cpp.divergence(*pair, torch.ones(10, dtype=torch.bool), options)
         assert values.isnan().nonzero().flatten().tolist() == [2]
         everything = torch.ones(10, dtype=torch.float64)
-        gradient = cpp.divergence_gradient(*pair, everything.bool(), kind, 0.5, known, everything)
+        gradient = cpp.divergence_gradient(*pair, everything.bool(), options, saved, everything)
         assert torch.isfinite(gradient[[0, 1, 3]]).all()
 
 
@@ -170,11 +172,12 @@ def test_a_bad_row_that_is_not_validated_is_nan(side: int, value: float | None, 
 @TAILS
 def test_thread_counts_and_layouts_change_no_bit(tail: bool, kind: str, mixture: float, dtype: torch.dtype) -> None:
     student, teacher, _ = (x.flatten(0, 1) for x in logits(700, dtype))
-    read, scale = torch.ones(10, dtype=torch.bool), torch.linspace(0.1, 1, 10).double()
+    row_mask, scale = torch.ones(10, dtype=torch.bool), torch.linspace(0.1, 1, 10).double()
+    options = Options(kind, mixture, 50, tail)
 
     def run(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        values, known = cpp.divergence(p, q, read, kind, mixture, 50, tail)
-        return values, cpp.divergence_gradient(p, q, read, kind, mixture, known, scale, tail)
+        values, saved = cpp.divergence(p, q, row_mask, options)
+        return values, cpp.divergence_gradient(p, q, row_mask, options, saved, scale)
 
     with threads(1):
         expected = run(student, teacher)

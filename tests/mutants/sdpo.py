@@ -19,7 +19,7 @@ MUTANTS = (
         "sdpo/token_advantage",
         "losses/sdpo/advantages.py",
         "advantage = (teacher.double() - student.double()).clamp(-clip, clip)\n"
-        "    return torch.where(read, advantage, 0.0)",
+        "    return torch.where(token_mask, advantage, 0.0)",
         "advantage = ((teacher.double() - student.double()) * read).clamp(-clip, clip)\n    return advantage",
     ),
     Mutant(
@@ -35,7 +35,7 @@ MUTANTS = (
         "loss mask off by one (verl #3287)",
         "sdpo/token_advantage",
         "losses/sdpo/advantages.py",
-        "return torch.where(read, advantage, 0.0).to(result_dtype(teacher, student))",
+        "return torch.where(token_mask, advantage, 0.0).to(result_dtype(teacher, student))",
         "return torch.where(read.roll(1, -1), advantage.nan_to_num(0.0), 0.0).to(result_dtype(teacher, student))",
     ),
     Mutant(
@@ -67,8 +67,8 @@ MUTANTS = (
         "discounted sums leak onto masked positions (miles #1383, tinker-cookbook)",
         "sdpo/token_advantage",
         "losses/sdpo/advantages.py",
-        "return torch.where(read, advantage, 0.0).to(result_dtype(teacher, student))",
-        "own = torch.where(read, advantage, 0.0)\n"
+        "return torch.where(token_mask, advantage, 0.0).to(result_dtype(teacher, student))",
+        "own = torch.where(token_mask, advantage, 0.0)\n"
         "    return (own + 0.9 * torch.cat([own[..., 1:], own[..., :1] * 0], -1)).to(result_dtype(teacher, student))",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = (
         "the sequence mean divided by the padded length",
         "sdpo/sequence_advantage",
         "losses/sdpo/advantages.py",
-        "/ read.sum(-1, keepdim=True).clamp(min=1)",
+        "/ token_mask.sum(-1, keepdim=True).clamp(min=1)",
         "/ read.shape[-1]",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = (
         "the sequence advantage on prompt positions too",
         "sdpo/sequence_advantage",
         "losses/sdpo/advantages.py",
-        "return torch.where(read, mean, 0.0)",
+        "return torch.where(token_mask, mean, 0.0)",
         "return mean.expand_as(read)",
     ),
     Mutant(
@@ -166,7 +166,7 @@ MUTANTS = (
         "losses/sdpo/advantages.py",
         "advantage = (teacher.double() - student.double()).clamp(-clip, clip)",
         "advantage = (teacher.double() - student.double()).clamp(-clip, clip)\n"
-        "    advantage = advantage - torch.where(read, advantage, 0.0).sum() / read.sum().clamp(min=1)",
+        "    advantage = advantage - torch.where(token_mask, advantage, 0.0).sum() / token_mask.sum().clamp(min=1)",
     ),
     Mutant(
         "sequence-clipped",

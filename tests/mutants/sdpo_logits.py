@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 BUCKETS = "losses/buckets.py"
-DIVERGENCE = "losses/sdpo/divergence.py"
+DIVERGENCE = "losses/engines/float64.py"
 LOGIT = "losses/sdpo/logit_level.py"
 
 MUTANTS = (
@@ -76,20 +76,20 @@ MUTANTS = (
         "-inf at a masked position gives a NaN gradient (TRL #5594): the mask multiplies",
         "sdpo/logit_gradient",
         LOGIT,
-        "if validate:  # having waited for the device, drop the rows that are not read",
+        "if validate:  # having waited for the device, drop the masked rows",
         "if False:",
         also=(
             (
                 DIVERGENCE,
-                "torch.where(keep, student[start:stop], 0.0).double()",
-                "(student[start:stop] * keep).double()",
+                "torch.where(mask, student[start:stop], 0.0).double()",
+                "(student[start:stop] * mask).double()",
             ),
             (
                 DIVERGENCE,
-                "torch.where(keep, teacher[start:stop], 0.0).double()",
-                "(teacher[start:stop] * keep).double()",
+                "torch.where(mask, teacher[start:stop], 0.0).double()",
+                "(teacher[start:stop] * mask).double()",
             ),
-            (DIVERGENCE, "torch.where(read[i:j, None] & (scale != 0), scale * rows, 0.0)", "(scale * rows)"),
+            (DIVERGENCE, "torch.where(row_mask[i:j, None] & (factor != 0), factor * rows, 0.0)", "(factor * rows)"),
             (LOGIT, "if places is not None and top_k is not None and not tail:", "if False:"),
         ),
     ),
@@ -154,8 +154,8 @@ MUTANTS = (
         "the tail bucket left out of the gradient",
         "sdpo/logit_gradient",
         DIVERGENCE,
-        "torch.where(outside, of_tail, 0.0) - total",
-        "torch.where(outside, of_tail * 0.0, 0.0) - total",
+        "torch.where(outside, tail_slope, 0.0) - total",
+        "torch.where(outside, tail_slope * 0.0, 0.0) - total",
     ),
     Mutant(
         "cap-with-gradient",
@@ -180,24 +180,24 @@ MUTANTS = (
         "ties in the top k to the highest index",
         "sdpo/logit_loss",
         DIVERGENCE,
-        "keep = above | (level & (level.cumsum(-1) <= room))",
-        "keep = above | (level & (level.flip(-1).cumsum(-1).flip(-1) <= room))",
+        "mask = above | (level & (level.cumsum(-1) <= ties_kept))",
+        "mask = above | (level & (level.flip(-1).cumsum(-1).flip(-1) <= ties_kept))",
     ),
     Mutant(
         "ratio-ignored",
         "the importance ratio forgotten",
         "sdpo/logit_loss",
         LOGIT,
-        "weights = weights * _checked_ratio(importance_ratio, read, validate)",
-        "weights = weights * (_checked_ratio(importance_ratio, read, validate) >= 0)",
+        "weights = weights * _checked_ratio(importance_ratio, token_mask, validate)",
+        "weights = weights * (_checked_ratio(importance_ratio, token_mask, validate) >= 0)",
     ),
     Mutant(
         "half-arithmetic",
         "differences of logarithms in float32: digits lost where teacher and student nearly agree",
         "sdpo/logit_loss",
         DIVERGENCE,
-        "torch.where(keep, student[start:stop], 0.0).double(),",
-        "torch.where(keep, student[start:stop], 0.0).float().log_softmax(-1).double(),",
+        "torch.where(mask, student[start:stop], 0.0).double(),",
+        "torch.where(mask, student[start:stop], 0.0).float().log_softmax(-1).double(),",
     ),
     Mutant(
         "python-scalars-are-float32",
@@ -286,8 +286,8 @@ MUTANTS = (
         "importance ratios divided by their mean",
         "sdpo/logit_loss",
         LOGIT,
-        "weights = weights * _checked_ratio(importance_ratio, read, validate)",
-        "ratio = _checked_ratio(importance_ratio, read, validate)\n"
+        "weights = weights * _checked_ratio(importance_ratio, token_mask, validate)",
+        "ratio = _checked_ratio(importance_ratio, token_mask, validate)\n"
         "        weights = weights * ratio / ratio.mean().clamp(min=1e-9)",
     ),
     Mutant(

@@ -7,13 +7,13 @@ LEVELS = "losses/spod/levels.py"
 ROWS = "losses/engines/float64.py"
 
 KL_KEPT = (
-    "kl = torch.where(gate, 0.0, sum_by(row_kl, tokens) / tokens)",
-    "kl = sum_by(row_kl, tokens) / tokens",
+    "kl = torch.where(protected, 0.0, sum_by(row_stats[:, RowStat.KL], tokens) / tokens)",
+    "kl = sum_by(row_stats[:, RowStat.KL], tokens) / tokens",
 )
 FLOOR_ADDED: Edit = (
     LEVELS,
-    "torch.where(parts.gate, batch.floor_weight * parts.floor, parts.kl)",
-    "parts.kl + batch.floor_weight * parts.floor",
+    "torch.where(terms.gate, batch.floor_weight * terms.floor, terms.kl)",
+    "terms.kl + batch.floor_weight * terms.floor",
 )
 
 MUTANTS = (
@@ -22,40 +22,40 @@ MUTANTS = (
         "the gate decided per token instead of per action",
         "spod/gate",
         GATE,
-        "gate = success & (sum_by(row_teacher - row_student, tokens) < 0)",
-        "gate = success & (sum_by(((row_teacher - row_student) < 0).double(), tokens) > 0)",
+        "return success & (sum_by(teacher_logprobs - student_logprobs, tokens) < 0)",
+        "return success & (sum_by(((teacher_logprobs - student_logprobs) < 0).double(), tokens) > 0)",
     ),
     Mutant(
         "gate-at-a-tie",
         "`<=` instead of `<`: a tie is protected",
         "spod/gate",
         GATE,
-        "sum_by(row_teacher - row_student, tokens) < 0)",
-        "sum_by(row_teacher - row_student, tokens) <= 0)",
+        "sum_by(teacher_logprobs - student_logprobs, tokens) < 0)",
+        "sum_by(teacher_logprobs - student_logprobs, tokens) <= 0)",
     ),
     Mutant(
         "gate-without-success",
         "the gate without the episode's success",
         "spod/gate",
         GATE,
-        "gate = success & (",
-        "gate = (success | ~success) & (",
+        "return success & (",
+        "return (success | ~success) & (",
     ),
     Mutant(
         "gate-inverted",
         "the teacher's higher probability protects",
         "spod/gate",
         GATE,
-        "sum_by(row_teacher - row_student, tokens) < 0)",
-        "sum_by(row_student - row_teacher, tokens) < 0)",
+        "sum_by(teacher_logprobs - student_logprobs, tokens) < 0)",
+        "sum_by(student_logprobs - teacher_logprobs, tokens) < 0)",
     ),
     Mutant(
         "gate-at-a-temperature",
         "temperature-scaled probabilities in the gate",
         "spod/gate",
         ROWS,
-        "log_q.gather(1, picked)[:, 0]))",
-        "(teacher[start:stop].double() / 1.5).log_softmax(-1).gather(1, picked)[:, 0]))",
+        "= log_q.gather(1, picked)[:, 0]",
+        "= (teacher[start:stop].double() / 1.5).log_softmax(-1).gather(1, picked)[:, 0]",
     ),
     Mutant(
         "kl-kept-when-protected",
@@ -78,8 +78,8 @@ MUTANTS = (
         "the KL's gradient kept at protected actions",
         "spod/gradient",
         GATE,
-        "of_kl = torch.where(gate, 0.0, weights)",
-        "of_kl = weights",
+        "kl_weight = torch.where(protected, 0.0, weights)",
+        "kl_weight = weights",
     ),
     Mutant(
         "floor-without-n",
@@ -110,8 +110,8 @@ MUTANTS = (
         "the floor's gradient above the floor",
         "spod/gradient",
         GATE,
-        "torch.where(gate & (l_p < math.log(tau0)), floor_weight * weights, 0.0)",
-        "torch.where(gate, floor_weight * weights, 0.0)",
+        "below = protected & (l_p < math.log(tau0))",
+        "below = protected",
     ),
     Mutant(
         "end-token-left-out",
@@ -136,8 +136,8 @@ MUTANTS = (
         "lambda counted in the reported floor",
         "spod/parts",
         GATE,
-        "floor = torch.where(gate, (math.log(tau0)",
-        "floor = torch.where(gate, floor_weight * (math.log(tau0)",
+        "floor = torch.where(protected, (math.log(tau0)",
+        "floor = torch.where(protected, floor_weight * (math.log(tau0)",
     ),
     Mutant(
         "spod-kl-swapped",
@@ -152,8 +152,8 @@ MUTANTS = (
         "the floor at probability one whatever tau0",
         "spod/parts",
         GATE,
-        "floor = torch.where(gate, (math.log(tau0) - l_p)",
-        "floor = torch.where(gate, (0.0 - l_p)",
+        "floor = torch.where(protected, (math.log(tau0) - l_p)",
+        "floor = torch.where(protected, (0.0 - l_p)",
     ),
     Mutant(
         "service-floor-on-all",
@@ -168,18 +168,18 @@ MUTANTS = (
         "padding leaks into averages: every padded action counts",
         "spod/padded",
         "losses/spod/packed.py",
-        "real = read.any(-1)",
-        "read = read | read.roll(1, -1)\n    real = read.any(-1)",
+        "real = token_mask.any(-1)",
+        "token_mask = token_mask | token_mask.roll(1, -1)\n    real = token_mask.any(-1)",
     ),
     Mutant(
         "in-place-reads-back",
         "in place, the gradient made before the statistics",
         "spod/in_place",
         "losses/spod/packed.py",
-        "        levels = levels_of(batch)\n        known = rows.statistics_and_gradient_(",
+        "        levels = levels_of(batch)\n        row_stats = rows.statistics_and_gradient_(",
         "        levels = levels_of(batch)\n"
         "        out.detach().zero_()\n"
-        "        known = rows.statistics_and_gradient_(",
+        "        row_stats = rows.statistics_and_gradient_(",
     ),
     Mutant(
         "fused-mixes-heads",
@@ -194,16 +194,16 @@ MUTANTS = (
         "the gate on probabilities, which underflow for long actions",
         "spod/gate",
         GATE,
-        "(sum_by(row_teacher - row_student, tokens) < 0)",
-        "(sum_by(row_teacher, tokens).exp() < sum_by(row_student, tokens).exp())",
+        "(sum_by(teacher_logprobs - student_logprobs, tokens) < 0)",
+        "(sum_by(teacher_logprobs, tokens).exp() < sum_by(student_logprobs, tokens).exp())",
     ),
     Mutant(
         "gate-of-the-last-token",
         "the gate decided by the last token",
         "spod/gate",
         GATE,
-        "(sum_by(row_teacher - row_student, tokens) < 0)",
-        "((row_teacher - row_student)[tokens.cumsum(0) - 1] < 0)",
+        "(sum_by(teacher_logprobs - student_logprobs, tokens) < 0)",
+        "((teacher_logprobs - student_logprobs)[tokens.cumsum(0) - 1] < 0)",
     ),
     Mutant(
         "floor-of-the-teacher",
@@ -234,8 +234,8 @@ MUTANTS = (
         "lambda on the KL too",
         "spod/loss",
         LEVELS,
-        "torch.where(parts.gate, batch.floor_weight * parts.floor, parts.kl)",
-        "(batch.floor_weight * torch.where(parts.gate, parts.floor, parts.kl))",
+        "torch.where(terms.gate, batch.floor_weight * terms.floor, terms.kl)",
+        "(batch.floor_weight * torch.where(terms.gate, terms.floor, terms.kl))",
     ),
     Mutant(
         "unprotected-alone",
@@ -243,7 +243,7 @@ MUTANTS = (
         "spod/loss",
         LEVELS,
         "loss = (levels.weights * levels.tokens) @",
-        "alone = parts.gate.numel() / (~parts.gate).sum().clamp(min=1)\n"
+        "alone = terms.gate.numel() / (~terms.gate).sum().clamp(min=1)\n"
         "    loss = (levels.weights * levels.tokens * alone) @",
     ),
     Mutant(
@@ -251,15 +251,15 @@ MUTANTS = (
         "the KL's term of the sampled token for the KL",
         "spod/parts",
         ROWS,
-        "results.append((kl_divergence(log_q, log_p),",
-        "results.append(((log_q.exp() * (log_q - log_p)).gather(1, picked)[:, 0],",
+        "= kl_divergence(log_q, log_p)",
+        "= (log_q.exp() * (log_q - log_p)).gather(1, picked)[:, 0]",
     ),
     Mutant(
         "service-keeps-the-kl",
         "on a service, the KL's weights kept at protected actions",
         "spod/service_weights",
         "losses/spod/service_weights.py",
-        "weights=torch.where(gate[action_index, None], 0.0, weights[:, None] * kl.weights)",
+        "weights=torch.where(protected[action_index, None], 0.0, weights[:, None] * kl.weights)",
         "weights=weights[:, None] * kl.weights",
     ),
 )
@@ -270,8 +270,8 @@ HARMLESS = (
         "the gate left attached to the graph: piecewise constant, so its gradient is 0 almost everywhere",
         "spod",
         GATE,
-        "gate = success & (sum_by(row_teacher - row_student, tokens) < 0)",
-        "soft = sum_by(row_teacher - row_student, tokens)\n    gate = success & ((soft.sign() * 1.0) < 0)",
+        "return success & (sum_by(teacher_logprobs - student_logprobs, tokens) < 0)",
+        "soft = sum_by(teacher_logprobs - student_logprobs, tokens)\n    return success & ((soft.sign() * 1.0) < 0)",
     ),
     Mutant(
         "spod-chunks-of-one-row",
@@ -286,7 +286,7 @@ HARMLESS = (
         "the gate on mean log-probabilities: n > 0 turns no sign",
         "spod",
         GATE,
-        "(sum_by(row_teacher - row_student, tokens) < 0)",
-        "(sum_by(row_teacher - row_student, tokens) / tokens < 0)",
+        "(sum_by(teacher_logprobs - student_logprobs, tokens) < 0)",
+        "(sum_by(teacher_logprobs - student_logprobs, tokens) / tokens < 0)",
     ),
 )

@@ -14,12 +14,12 @@ SMALLEST_TAIL = -math.expm1(TAIL_CAP)
 
 
 class Options(NamedTuple):
-    """Which divergence, and over which part of the vocabulary."""
+    """Which divergence, over which part of the vocabulary: all of it, or the student's top_k and a tail."""
 
     divergence: str
-    mixture: float
-    top_k: int | None
-    tail: bool
+    mixture: float = 0.5
+    top_k: int | None = None
+    tail: bool = True
 
 
 class Buckets(NamedTuple):

@@ -1,4 +1,4 @@
-"""SPOD's gate and floor, and what they make of an action: its terms of the loss, and the weights of its rows."""
+"""SPOD's gate and floor: which actions are protected, what each adds to the loss, and the weights of its rows."""
 
 import math
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .row_stats import column
+from .row_stats import RowStat
 
 
 class Levels(NamedTuple):
@@ -29,7 +29,17 @@ def sum_by(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
-class Parts(NamedTuple):
+def gate(success: Tensor, student_logprobs: Tensor, teacher_logprobs: Tensor, tokens: Tensor) -> Tensor:
+    """(A,) bool: is the action protected? `success and sum (log q - log p) < 0` over the tokens of each action.
+
+    `success` (A,) bool of its episode; log-probabilities (N,) of the sampled tokens; `tokens` (A,) int64, how many each
+    action has. Summed row by row, so that equal rows tie exactly whatever their order; inf - inf is NaN: not protected.
+    Teacher log-probabilities not known yet may be 0, their upper bound: what is protected then stays so.
+    """
+    return success & (sum_by(teacher_logprobs - student_logprobs, tokens) < 0)
+
+
+class ActionTerms(NamedTuple):
     """Of each action (A,): what the result tells of it, and the factors of `p - q` and `p - onehot` in its rows."""
 
     gate: Tensor
@@ -37,22 +47,21 @@ class Parts(NamedTuple):
     teacher_logprob: Tensor
     kl: Tensor
     floor: Tensor
-    of_kl: Tensor
-    of_floor: Tensor
+    kl_weight: Tensor
+    floor_weight: Tensor
 
 
-def parts_of(known: Tensor, levels: Levels, tau0: float, floor_weight: float) -> Parts:
-    """What the statistics (N, 9) of the rows of some actions make of these actions."""
+def action_terms(row_stats: Tensor, levels: Levels, tau0: float, floor_weight: float) -> ActionTerms:
+    """What each action (A,) adds, from the statistics (N, 9) of its rows: the KL, or at a protected one the floor."""
     tokens, success, weights = levels
-    row_kl, row_student, row_teacher = (column(known, x) for x in ("kl", "student_logprob", "teacher_logprob"))
+    row_student, row_teacher = row_stats[:, RowStat.STUDENT_LOGPROB], row_stats[:, RowStat.TEACHER_LOGPROB]
+    protected = gate(success, row_student, row_teacher, tokens)
     l_p, l_q = sum_by(row_student, tokens), sum_by(row_teacher, tokens)
-    # Row by row, so that equal rows tie exactly whatever the order of summation; inf - inf is NaN, and no protection.
-    gate = success & (sum_by(row_teacher - row_student, tokens) < 0)
-    kl = torch.where(gate, 0.0, sum_by(row_kl, tokens) / tokens)
-    floor = torch.where(gate, (math.log(tau0) - l_p).clamp(min=0.0) / tokens, 0.0)
-    of_kl = torch.where(gate, 0.0, weights)
-    of_floor = torch.where(gate & (l_p < math.log(tau0)), floor_weight * weights, 0.0)
-    return Parts(gate, l_p, l_q, kl, floor, of_kl, of_floor)
+    kl = torch.where(protected, 0.0, sum_by(row_stats[:, RowStat.KL], tokens) / tokens)
+    floor = torch.where(protected, (math.log(tau0) - l_p).clamp(min=0.0) / tokens, 0.0)
+    kl_weight = torch.where(protected, 0.0, weights)
+    below = protected & (l_p < math.log(tau0))
+    return ActionTerms(protected, l_p, l_q, kl, floor, kl_weight, torch.where(below, floor_weight * weights, 0.0))
 
 
 class Span(NamedTuple):
@@ -78,8 +87,8 @@ def plan(tokens: list[int], may_open: list[bool], most: int) -> list[Span]:
         row += count
         if count > most:
             step = count if may_open[action] else most
-            own = slice(action, action + 1)
-            spans.extend(Span(slice(i, min(i + step, row)), own) for i in range(first_row, row, step))
+            alone = slice(action, action + 1)
+            spans.extend(Span(slice(i, min(i + step, row)), alone) for i in range(first_row, row, step))
             first_row, first_action = row, action + 1
     close(row, len(tokens))
     return spans

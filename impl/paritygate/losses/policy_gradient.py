@@ -42,8 +42,8 @@ def _checked(
     weight = as_float(advantages, "advantages").detach().double()
     same_shape("importance_sampling_loss", logprobs=new, sampler_logprobs=old, advantages=weight)
     if validate:
-        read = weight != 0
-        refuse_where(read & ~torch.isfinite(weight), weight, "importance_sampling_loss: the advantage")
-        refuse_where(read & (new.isnan() | (new == torch.inf)), new, "importance_sampling_loss: the logprob")
-        refuse_where(read & ~torch.isfinite(old), old, "importance_sampling_loss: the sampler logprob")
+        used = weight != 0
+        refuse_where(used & ~torch.isfinite(weight), weight, "importance_sampling_loss: the advantage")
+        refuse_where(used & (new.isnan() | (new == torch.inf)), new, "importance_sampling_loss: the logprob")
+        refuse_where(used & ~torch.isfinite(old), old, "importance_sampling_loss: the sampler logprob")
     return new, old, weight

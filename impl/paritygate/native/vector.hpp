@@ -95,7 +95,7 @@ struct CarefulSum {
         low += __builtin_convertvector(half[0], Wide);
         high += __builtin_convertvector(half[1], Wide);
     }
-    void settle() {}  // after GROUP of them at the most
+    void finish() {}  // after GROUP of them at the most
     double total() const {
         Wide both = low + high;
         double sum = 0;
@@ -104,11 +104,11 @@ struct CarefulSum {
     }
 };
 struct QuickSum {
-    CarefulSum settled;
+    CarefulSum finished;
     Vec group{};
     void add(Vec x) { group += x; }
-    void settle() { settled.add(group), group = Vec{}; }
-    double total() const { return settled.total(); }
+    void finish() { finished.add(group), group = Vec{}; }
+    double total() const { return finished.total(); }
 };
 
 static inline Vec widen_float16(Half h) {

@@ -1,38 +1,134 @@
-"""Row-wise quantities of SPOD in float64, a few rows at a time: what any faster kernel has to agree with."""
+"""Rows by torch in float64, a few at a time: what any faster engine has to agree with, and what takes everything."""
 
 import torch
 from torch import Tensor
 
+from ..buckets import Buckets, Options, bucket_slopes, divergence_of, with_tail
 from ..gate import Weights
 from ..numerics import chunk_rows, kl_divergence, log_softmax
+from ..row_stats import RowStat
 
 
-def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(q || p), log p(action) and log q(action) of each row, three (N,) float64; (N, V), (N, V), (N,) int64."""
-    results: list[tuple[Tensor, Tensor, Tensor]] = []
+def serves(student: Tensor, teacher: Tensor) -> bool:
+    """All (N, V) logits, on any device."""
+    del student, teacher
+    return True
+
+
+# SPOD's rows
+
+
+def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
+    """The RowStat columns of each row, (N, 9) float64, of (N, V) logits and (N,) int64 actions; sums are not kept."""
+    row_stats = torch.zeros(student.shape[0], len(RowStat), dtype=torch.float64, device=student.device)
+    row_stats[:, RowStat.STUDENT_MAXIMUM] = student.amax(-1).double()
+    row_stats[:, RowStat.TEACHER_MAXIMUM] = teacher.amax(-1).double()
     for start, stop in chunk_rows(student):
         log_p = log_softmax(student[start:stop].double())
         log_q = log_softmax(teacher[start:stop].double())
         picked = actions[start:stop, None]
-        results.append((kl_divergence(log_q, log_p), log_p.gather(1, picked)[:, 0], log_q.gather(1, picked)[:, 0]))
-    kl, student_logprob, teacher_logprob = (torch.cat(column) for column in zip(*results, strict=True))
-    return kl, student_logprob, teacher_logprob
+        row_stats[start:stop, RowStat.KL] = kl_divergence(log_q, log_p)
+        row_stats[start:stop, RowStat.STUDENT_LOGPROB] = log_p.gather(1, picked)[:, 0]
+        row_stats[start:stop, RowStat.TEACHER_LOGPROB] = log_q.gather(1, picked)[:, 0]
+    return row_stats
+
+
+def gradient_(
+    out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, row_stats: Tensor, coefficients: Tensor
+) -> None:
+    """As RowEngine.gradient_; c0 is taken to be c1 + c2, and the statistics are made again."""
+    del row_stats
+    weights = Weights(coefficients[:, 1], coefficients[:, 2])
+    for start, stop in chunk_rows(student):
+        out[start:stop] = _gradient(student, teacher, actions, weights, slice(start, stop))
 
 
 def gradient(student: Tensor, teacher: Tensor, actions: Tensor, weights: Weights) -> Tensor:
     """`weights.kl (p - q) + weights.floor (p - onehot)`, (N, V) in the student's dtype, differentiable."""
-    return torch.cat([_gradient(student, teacher, actions, weights, bounds) for bounds in chunk_rows(student)])
+    blocks = [_gradient(student, teacher, actions, weights, slice(*bounds)) for bounds in chunk_rows(student)]
+    return torch.cat(blocks)
 
 
-def gradient_into(out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, weights: Weights) -> None:
-    """`gradient` written to `out`, which may be `student`."""
-    for i, j in chunk_rows(student):
-        out[i:j] = _gradient(student, teacher, actions, weights, (i, j))
-
-
-def _gradient(student: Tensor, teacher: Tensor, actions: Tensor, weights: Weights, bounds: tuple[int, int]) -> Tensor:
-    rows = slice(*bounds)
+def _gradient(student: Tensor, teacher: Tensor, actions: Tensor, weights: Weights, rows: slice) -> Tensor:
     p, q = (log_softmax(logits[rows].double()).exp() for logits in (student, teacher))
     onehot = torch.zeros_like(q).scatter_(1, actions[rows, None], 1.0)
     both = weights.kl[rows, None] * (p - q) + weights.floor[rows, None] * (p - onehot)
     return both.to(student.dtype)
+
+
+# SDPO's divergences
+
+
+def divergence(
+    student: Tensor, teacher: Tensor, row_mask: Tensor, options: Options
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """As DivergenceEngine.divergence; nothing is saved."""
+    values = [_values(*_block(student, teacher, row_mask, i, j), options) for i, j in chunk_rows(student)]
+    return torch.cat(values) if values else student.new_zeros(0, dtype=torch.float64), ()
+
+
+def divergence_gradient(
+    student: Tensor, teacher: Tensor, row_mask: Tensor, options: Options, saved: tuple[Tensor, ...], scale: Tensor
+) -> Tensor:
+    """As DivergenceEngine.divergence_gradient; differentiable in the student and in the scale."""
+    del saved
+    blocks: list[Tensor] = []
+    for i, j in chunk_rows(student):
+        rows, factor = _gradients(*_block(student, teacher, row_mask, i, j), options), scale[i:j, None]
+        blocks.append(torch.where(row_mask[i:j, None] & (factor != 0), factor * rows, 0.0).to(student.dtype))
+    return torch.cat(blocks) if blocks else torch.zeros_like(student)
+
+
+def _block(student: Tensor, teacher: Tensor, row_mask: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    mask = row_mask[start:stop, None]
+    return (
+        torch.where(mask, student[start:stop], 0.0).double(),
+        torch.where(mask, teacher[start:stop], 0.0).double(),
+    )
+
+
+def _buckets(logits: Tensor, log_p: Tensor, kept: Tensor | None, tail: bool) -> Buckets:
+    if kept is None:
+        return Buckets(log_p, 0.0, None)
+    if not tail:
+        return Buckets(log_softmax(logits.gather(1, kept)), 0.0, None)
+    selected = log_p.gather(1, kept)
+    rest = log_p.exp().scatter(1, kept, 0.0).sum(-1)  # summed, not 1 - the kept: a small tail keeps its digits
+    return with_tail(selected, rest)
+
+
+def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
+    kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
+    p, q = (_buckets(logits, log_softmax(logits), kept, options.tail) for logits in (student, teacher))
+    return divergence_of(p, q, options)
+
+
+def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
+    """With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0."""
+    kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
+    log_p = log_softmax(student)
+    p = _buckets(student, log_p, kept, options.tail)
+    q = _buckets(teacher, log_softmax(teacher), kept, options.tail)
+    weighted, total = bucket_slopes(p, q, options)
+    if kept is None:
+        gradient = weighted - p.log.exp() * total
+    elif not options.tail:
+        inside = weighted - p.log.exp() * total
+        gradient = torch.zeros_like(log_p).scatter(1, kept, inside)
+    else:
+        outside = torch.ones_like(log_p, dtype=torch.bool).scatter(1, kept, False)
+        tail_slope = weighted[:, -1:] / p.log[:, -1:].exp()
+        gradient = log_p.exp() * (torch.where(outside, tail_slope, 0.0) - total)
+        gradient = gradient.scatter_add(1, kept, weighted[:, :-1])
+    return torch.where(torch.isfinite(total), gradient, torch.nan)
+
+
+def lowest_top_k(logits: Tensor, k: int) -> Tensor:
+    """Indices (n, k), ascending, of the k largest of each row of (n, V); ties go to the lowest index everywhere."""
+    threshold = logits.topk(k, dim=-1).values[:, -1:]
+    above, level = logits > threshold, logits == threshold
+    ties_kept = k - above.sum(-1, keepdim=True)
+    mask = above | (level & (level.cumsum(-1) <= ties_kept))
+    slot = torch.where(mask, mask.cumsum(-1) - 1, k)  # what is not kept goes to one slot too many
+    entry = torch.arange(logits.shape[1], device=logits.device).expand_as(slot)
+    return torch.zeros(logits.shape[0], k + 1, dtype=torch.int64, device=logits.device).scatter_(1, slot, entry)[:, :k]

@@ -22,9 +22,9 @@ def token_advantage(
     """
     if not clip > 0.0:
         raise ValueError(f"token_advantage: clip is {clip}; it is positive")
-    teacher, student, read = _read_logprobs("token_advantage", teacher_logprobs, student_logprobs, mask)
+    teacher, student, token_mask = _read_logprobs("token_advantage", teacher_logprobs, student_logprobs, mask)
     advantage = (teacher.double() - student.double()).clamp(-clip, clip)
-    return torch.where(read, advantage, 0.0).to(result_dtype(teacher, student))
+    return torch.where(token_mask, advantage, 0.0).to(result_dtype(teacher, student))
 
 
 def sequence_advantage(teacher_logprobs: Logprobs, student_logprobs: Logprobs, mask: Tensor | Sequence[int]) -> Tensor:
@@ -33,13 +33,13 @@ def sequence_advantage(teacher_logprobs: Logprobs, student_logprobs: Logprobs, m
     A sequence without a position to read gives zeros. ValueError as `token_advantage`, and at a teacher of -inf, for
     which no finite mean exists. Source: SDPO, arXiv 2601.20802, sequence-level ablation.
     """
-    teacher, student, read = _read_logprobs("sequence_advantage", teacher_logprobs, student_logprobs, mask)
+    teacher, student, token_mask = _read_logprobs("sequence_advantage", teacher_logprobs, student_logprobs, mask)
     refuse_where(
-        read & (teacher == -math.inf), teacher, "sequence_advantage: the teacher logprob", "; it is not clipped"
+        token_mask & (teacher == -math.inf), teacher, "sequence_advantage: the teacher logprob", "; it is not clipped"
     )
-    difference = torch.where(read, teacher.double() - student.double(), 0.0)
-    mean = difference.sum(-1, keepdim=True) / read.sum(-1, keepdim=True).clamp(min=1)
-    return torch.where(read, mean, 0.0).to(result_dtype(teacher, student))
+    difference = torch.where(token_mask, teacher.double() - student.double(), 0.0)
+    mean = difference.sum(-1, keepdim=True) / token_mask.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(token_mask, mean, 0.0).to(result_dtype(teacher, student))
 
 
 def hybrid_advantage(grpo: Tensor, sdpo: Tensor, weight: float) -> Tensor:
@@ -59,11 +59,11 @@ def _read_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     teacher = as_float(teacher_logprobs, f"{name}: teacher").detach()
     student = as_float(student_logprobs, f"{name}: student").detach()
-    read = as_mask(mask, student, name)
-    same_shape(name, teacher=teacher, student=student, mask=read)
+    token_mask = as_mask(mask, student, name)
+    same_shape(name, teacher=teacher, student=student, mask=token_mask)
     for who, values in (("teacher", teacher), ("student", student)):
         bad = values.isnan() | (values == math.inf)
         if who == "student":
             bad |= values == -math.inf  # it was sampled
-        refuse_where(read & bad, values, f"{name}: the {who} logprob")
-    return teacher, student, read
+        refuse_where(token_mask & bad, values, f"{name}: the {who} logprob")
+    return teacher, student, token_mask

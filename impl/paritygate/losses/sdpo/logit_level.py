@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from .. import engines
 from ..buckets import DIVERGENCES, Options
 from ..checks import as_float, as_mask, place, refuse_where, result_dtype, rows_are_distributions, same_shape
-from .divergence import RowDivergence, engine
+from .divergence import RowDivergence
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "token_sum")
 
@@ -34,27 +35,27 @@ def logit_loss(
     Source: SDPO, arXiv 2601.20802, section 3.
     """
     _check_options(student_logits, teacher_logits, divergence, mixture, top_k)
-    read = as_mask(mask, student_logits, "logit_loss", validate=validate)
-    if read.shape != student_logits.shape[:-1]:
+    token_mask = as_mask(mask, student_logits, "logit_loss", validate=validate)
+    if token_mask.shape != student_logits.shape[:-1]:
         raise ValueError(
-            f"logit_loss: mask has shape {tuple(read.shape)}; {tuple(student_logits.shape[:-1])} is expected"
+            f"logit_loss: mask has shape {tuple(token_mask.shape)}; {tuple(student_logits.shape[:-1])} is expected"
         )
-    weights = _aggregation_weights(read, aggregation, validate)
+    weights = _aggregation_weights(token_mask, aggregation, validate)
     if importance_ratio is not None:
-        weights = weights * _checked_ratio(importance_ratio, read, validate)
+        weights = weights * _checked_ratio(importance_ratio, token_mask, validate)
     vocabulary = student_logits.shape[-1]
     student, teacher = student_logits.reshape(-1, vocabulary), teacher_logits.detach().reshape(-1, vocabulary)
-    rows, weights = read.flatten(), weights.flatten()
+    row_mask, weights = token_mask.flatten(), weights.flatten()
     places: Tensor | None = None
-    if validate:  # having waited for the device, drop the rows that are not read
-        places = torch.ones_like(read).nonzero()
-        if not bool(rows.all()) and engine(student, teacher) is None:  # a kernel passes them over
-            student, teacher, weights, places = student[rows], teacher[rows], weights[rows], places[rows]
-            rows = rows[rows]
+    if validate:  # having waited for the device, drop the masked rows
+        places = torch.ones_like(token_mask).nonzero()
+        if not bool(row_mask.all()) and engines.choose("divergences", student, teacher) is engines.float64:
+            student, teacher, places = student[row_mask], teacher[row_mask], places[row_mask]
+            weights, row_mask = weights[row_mask], row_mask[row_mask]
         for name, logits in (("student", student), ("teacher", teacher)):
-            top = torch.where(rows, logits.detach().amax(-1), 0.0)
+            top = torch.where(row_mask, logits.detach().amax(-1), 0.0)
             rows_are_distributions(top[:, None], f"logit_loss: {name}", places)
-    values: Tensor = RowDivergence.apply(student, teacher, rows, Options(divergence, mixture, top_k, tail))
+    values: Tensor = RowDivergence.apply(student, teacher, row_mask, Options(divergence, mixture, top_k, tail))
     if places is not None and top_k is not None and not tail:
         for i in values.detach().isnan().nonzero()[:1].flatten().tolist():
             where = place(places[i].tolist())
@@ -114,11 +115,11 @@ def _check_options(student: Tensor, teacher: Tensor, divergence: str, mixture: f
         )
 
 
-def _aggregation_weights(read: Tensor, aggregation: str, validate: bool) -> Tensor:
+def _aggregation_weights(token_mask: Tensor, aggregation: str, validate: bool) -> Tensor:
     """The weight of each position (..., T), float64."""
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"logit_loss: aggregation is {aggregation!r}; it is one of {', '.join(AGGREGATIONS)}")
-    tokens = read.sum(-1, keepdim=True).double()
+    tokens = token_mask.sum(-1, keepdim=True).double()
     sequences = (tokens > 0).sum()
     if validate and aggregation != "token_sum" and int(sequences) == 0:
         raise ValueError(f"logit_loss: every position of the batch is masked; {aggregation} of nothing does not exist")
@@ -128,13 +129,13 @@ def _aggregation_weights(read: Tensor, aggregation: str, validate: bool) -> Tens
         "sequence_sum": 1.0 / sequences.double(),
         "token_sum": torch.ones_like(tokens),
     }[aggregation]
-    return torch.where(read, weight, 0.0)
+    return torch.where(token_mask, weight, 0.0)
 
 
-def _checked_ratio(importance_ratio: Tensor, read: Tensor, validate: bool) -> Tensor:
-    ratio = as_float(importance_ratio, "logit_loss: importance_ratio").detach().to(read.device, torch.float64)
-    same_shape("logit_loss", importance_ratio=ratio, mask=read)
+def _checked_ratio(importance_ratio: Tensor, token_mask: Tensor, validate: bool) -> Tensor:
+    ratio = as_float(importance_ratio, "logit_loss: importance_ratio").detach().to(token_mask.device, torch.float64)
+    same_shape("logit_loss", importance_ratio=ratio, mask=token_mask)
     if validate:
         bad = ~(torch.isfinite(ratio) & (ratio >= 0))
-        refuse_where(read & bad, ratio, "logit_loss: importance_ratio", "; it is finite and not negative")
-    return torch.where(read, ratio, 0.0)
+        refuse_where(token_mask & bad, ratio, "logit_loss: importance_ratio", "; it is finite and not negative")
+    return torch.where(token_mask, ratio, 0.0)

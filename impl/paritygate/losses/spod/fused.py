@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gate import Levels, Span, Weights, parts_of, plan, sum_by
-from ..row_stats import COLUMNS, column
+from ..gate import Levels, Span, Weights, action_terms, gate, plan
+from ..row_stats import RowStat
 from . import rows as row_ops
 from .levels import Batch, combine, levels_of
 
@@ -46,7 +46,7 @@ def zeros(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=like.device) if pages is None else _tensor(pages, shape, dtype)
 
 
-def room(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
+def buffer(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Memory with anything in it, to be written whole; on the CPU that of an evaluation before, which no tensor uses.
 
     Fresh memory costs a page fault every few KiB, a tenth of the whole loss. What is kept is what the last evaluation
@@ -57,14 +57,14 @@ def room(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
         counts = _references(_kept)
         free = [pages for pages, count in zip(_kept, counts, strict=True) if count == _UNUSED]
         used = [pages for pages, count in zip(_kept, counts, strict=True) if count != _UNUSED]
-        found = next((pages for pages in free if len(pages) == size), None) if like.device.type == "cpu" else None
-        others = [pages for pages in free if pages is not found][: KEPT - 1] if found is not None else []
-        if found is None and (found := _pages(shape, like, dtype)) is not None:
-            found.madvise(mmap.MADV_HUGEPAGE)
-        if found is None:
+        match = next((pages for pages in free if len(pages) == size), None) if like.device.type == "cpu" else None
+        others = [pages for pages in free if pages is not match][: KEPT - 1] if match is not None else []
+        if match is None and (match := _pages(shape, like, dtype)) is not None:
+            match.madvise(mmap.MADV_HUGEPAGE)
+        if match is None:
             return torch.empty(shape, dtype=dtype, device=like.device)
-        _kept[:] = [*used, *others, found]
-        return _tensor(found, shape, dtype)
+        _kept[:] = [*used, *others, match]
+        return _tensor(match, shape, dtype)
 
 
 def _references(things: Sequence[object]) -> list[int]:
@@ -97,7 +97,7 @@ class Fused:
         count, vocabulary = student.hidden.shape[0], student.head.shape[0]
         self.student, self.teacher, self.batch, self.exact = student, teacher, batch, exact
         self.levels = levels_of(batch)
-        self.known = student.hidden.new_zeros(count, len(COLUMNS), dtype=torch.float64)
+        self.row_stats = student.hidden.new_zeros(count, len(RowStat), dtype=torch.float64)
         self.precise = precise = torch.float64 if student.hidden.dtype == torch.float64 else torch.float32
         self.want_hidden, self.want_head = want
         self.grad_hidden: Tensor | None = None  # made when there is something to write
@@ -106,7 +106,7 @@ class Fused:
         self.scale = 1.0 / float(self.levels.weights.max()) if precise != student.hidden.dtype else 1.0
         self.most = min(most, count)
         tile = torch.Size([self.most, vocabulary])
-        self.tiles = [room(tile, student.hidden, student.hidden.dtype) for _ in range(2)]
+        self.tiles = [buffer(tile, student.hidden, student.hidden.dtype) for _ in range(2)]
 
     def run(self) -> None:
         """Every chunk in turn."""
@@ -127,9 +127,9 @@ class Fused:
         unread = None if self.exact else self.teacher_until_decided(span, p, q)
         if unread is None:
             self.teacher.logits(q, span.rows)
-        self.known[span.rows] = row_ops.statistics(p, q, self.batch.actions[span.rows])
+        self.row_stats[span.rows] = row_ops.statistics(p, q, self.batch.actions[span.rows])
         if unread is not None:
-            column(self.known[span.rows], "teacher_logprob")[unread] = 0.0  # all that is known is log q <= 0
+            self.row_stats[span.rows][:, RowStat.TEACHER_LOGPROB][unread] = 0.0  # all that is known is log q <= 0
         self.differentiate(span.rows, self.weights(span))
 
     def long(self, span: Span) -> None:
@@ -140,7 +140,7 @@ class Fused:
         if self.exact:
             self.measure(pieces)
         else:
-            self.measure_until_decided(pieces)
+            self.measure_until_decided(span, pieces)
         weights = self.weights(span)
         again = not self.exact and bool(weights[0].any())  # the KL of an unprotected action is not known yet
         for piece in pieces if again or (self.wanted and bool(weights.any())) else ():
@@ -148,11 +148,11 @@ class Fused:
             if bool(weights[0].any()):
                 self.teacher.logits(q, piece)
             if again:
-                self.known[piece] = row_ops.statistics(p, q, self.batch.actions[piece])
+                self.row_stats[piece] = row_ops.statistics(p, q, self.batch.actions[piece])
             self.differentiate(piece, weights[:, piece.start - span.rows.start : piece.stop - span.rows.start])
 
     def compute(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """The tiles for some rows: the student's logits, and room for the teacher's."""
+        """The tiles for some rows: the student's logits, and a buffer for the teacher's."""
         p, q = (tile[: rows.stop - rows.start] for tile in self.tiles)
         return self.student.logits(p, rows), q
 
@@ -160,31 +160,31 @@ class Fused:
         """The statistics of these rows."""
         for piece in pieces:
             p, q = self.compute(piece)
-            self.known[piece] = row_ops.statistics(p, self.teacher.logits(q, piece), self.batch.actions[piece])
+            self.row_stats[piece] = row_ops.statistics(p, self.teacher.logits(q, piece), self.batch.actions[piece])
 
-    def measure_until_decided(self, pieces: list[slice]) -> None:
-        """Log-probabilities of one action: the student's, then the teacher's until their sum is below, 0 from there."""
+    def measure_until_decided(self, span: Span, pieces: list[slice]) -> None:
+        """Log-probabilities of one action: the student's, then the teacher's until it is protected, 0 from there."""
         for piece in pieces:
             p, _ = self.compute(piece)
-            self.known[piece] = row_ops.statistics(p, p, self.batch.actions[piece])
-        rows = self.known[pieces[0].start : pieces[-1].stop]
-        student = float(column(rows, "student_logprob").sum())
-        column(rows, "teacher_logprob").zero_()
+            self.row_stats[piece] = row_ops.statistics(p, p, self.batch.actions[piece])
+        student = self.row_stats[span.rows, RowStat.STUDENT_LOGPROB]
+        teacher = self.row_stats[span.rows, RowStat.TEACHER_LOGPROB]
+        teacher.zero_()
         for piece in pieces:
-            q = self.teacher.logits(self.compute_room(piece), piece)
+            q = self.teacher.logits(self.teacher_tile(piece), piece)
             measured = row_ops.statistics(q, q, self.batch.actions[piece])
-            column(self.known[piece], "teacher_logprob").copy_(column(measured, "student_logprob"))
-            if float(column(rows, "teacher_logprob").sum()) < student:
+            self.row_stats[piece][:, RowStat.TEACHER_LOGPROB].copy_(measured[:, RowStat.STUDENT_LOGPROB])
+            if bool(gate(self.levels.success[span.actions], student, teacher, self.levels.tokens[span.actions])):
                 return
 
-    def compute_room(self, rows: slice) -> Tensor:
+    def teacher_tile(self, rows: slice) -> Tensor:
         """The second tile, for some rows."""
         return self.tiles[1][: rows.stop - rows.start]
 
     def teacher_until_decided(self, span: Span, p: Tensor, q: Tensor) -> Tensor | None:
         """Teacher logits into `q`: half of each action that may be protected, then the rest of those undecided.
 
-        Every log q_j <= 0, so once a partial sum is below the student's whole the action is protected. Returns the mask
+        Every log q_j <= 0, so what is protected with some of them at 0 stays so. Returns the mask
         (n,) of rows not computed (a copy of the student's stands there), or None where no gate may open: nothing done.
         """
         of_action = self.batch.action_index[span.rows] - span.actions.start
@@ -194,11 +194,11 @@ class Fused:
         actions, tokens = self.batch.actions[span.rows], self.levels.tokens[span.actions]
         position = torch.arange(len(actions), device=actions.device) - (tokens.cumsum(0) - tokens)[of_action]
         late = open_rows & (2 * position >= tokens[of_action].clamp(min=2))
-        student = sum_by(column(row_ops.statistics(p, p, actions), "student_logprob"), tokens)
+        student = row_ops.statistics(p, p, actions)[:, RowStat.STUDENT_LOGPROB]
         q.copy_(p)
         teacher = torch.zeros_like(open_rows, dtype=torch.float64)
         self._scatter_teacher(span.rows, q, teacher, ~late)
-        undecided = ~(sum_by(teacher, tokens) < student)[of_action]
+        undecided = ~gate(self.levels.success[span.actions], student, teacher, tokens)[of_action]
         self._scatter_teacher(span.rows, q, teacher, late & undecided)
         return late & ~undecided
 
@@ -207,7 +207,7 @@ class Fused:
         if len(index):
             logits = self.teacher.hidden[rows][index] @ self.teacher.head.t()
             measured = row_ops.statistics(logits, logits, self.batch.actions[rows][index])
-            logprobs[index] = column(measured, "student_logprob")
+            logprobs[index] = measured[:, RowStat.STUDENT_LOGPROB]
             q[index] = logits
 
     @property
@@ -225,9 +225,9 @@ class Fused:
                 )
                 * self.scale
             )
-        parts = parts_of(self.known[span.rows], levels, self.batch.tau0, self.batch.floor_weight)
+        terms = action_terms(self.row_stats[span.rows], levels, self.batch.tau0, self.batch.floor_weight)
         of_action = self.batch.action_index[span.rows] - span.actions.start
-        return torch.stack([parts.of_kl, parts.of_floor])[:, of_action] * self.scale
+        return torch.stack([terms.kl_weight, terms.floor_weight])[:, of_action] * self.scale
 
     def differentiate(self, rows: slice, weights: Tensor) -> None:
         """Adds what some rows, their logits in the tiles, give to the gradients; nothing for rows without one."""
@@ -235,7 +235,7 @@ class Fused:
         if not (self.wanted and bool(active.any())):
             return
         p, q = (tile[: rows.stop - rows.start] for tile in self.tiles)
-        row_ops.gradient_(p, p, q, self.batch.actions[rows], self.known[rows], Weights(*weights))
+        row_ops.gradient_(p, p, q, self.batch.actions[rows], self.row_stats[rows], Weights(*weights))
         index = slice(None) if bool(active.all()) else active.nonzero()[:, 0]
         if isinstance(index, Tensor):
             p = torch.index_select(p, 0, index, out=q[: len(index)])
@@ -247,7 +247,7 @@ class Fused:
         if self.want_head:
             first = self.grad_head is None
             if self.grad_head is None:
-                self.grad_head = room(head.shape, head, self.precise)
+                self.grad_head = buffer(head.shape, head, self.precise)
             add_product(self.grad_head, p, hidden[rows][index], first)
 
 
@@ -276,9 +276,9 @@ class FusedSpod(torch.autograd.Function):
         work = Fused(Head(hidden, head), teacher, batch, most, exact=exact, want=want)
         work.run()
         if validate:
-            row_ops.refuse_unusable(work.known, "spod: hidden @ head.T")
+            row_ops.refuse_unusable(work.row_stats, "spod: hidden @ head.T")
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        result, _ = combine(work.known, batch, work.levels, dtype)
+        result, _ = combine(work.row_stats, batch, work.levels, dtype)
         ctx.made = (work.grad_hidden, work.grad_head)
         ctx.dtypes = (hidden.dtype, head.dtype)
         ctx.mark_non_differentiable(*result[1:])

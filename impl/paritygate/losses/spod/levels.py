@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..averaging import check_levels, lengths, token_weights
 from ..checks import refuse_where
-from ..gate import Levels, Weights, parts_of, sum_by
+from ..gate import Levels, Weights, action_terms, sum_by
 
 
 class SpodLoss(NamedTuple):
@@ -40,13 +40,13 @@ def levels_of(batch: Batch) -> Levels:
     return Levels(tokens, batch.success.bool()[batch.episode_index], sum_by(of_tokens, tokens) / tokens)
 
 
-def combine(known: Tensor, batch: Batch, levels: Levels, dtype: torch.dtype) -> tuple[SpodLoss, Weights]:
+def combine(row_stats: Tensor, batch: Batch, levels: Levels, dtype: torch.dtype) -> tuple[SpodLoss, Weights]:
     """The result, and the weights of each row in the gradient, from the statistics of the rows."""
-    parts = parts_of(known, levels, batch.tau0, batch.floor_weight)
-    loss = (levels.weights * levels.tokens) @ torch.where(parts.gate, batch.floor_weight * parts.floor, parts.kl)
-    told = (x.to(dtype) for x in (parts.student_logprob, parts.teacher_logprob, parts.kl, parts.floor))
-    of_rows = Weights(parts.of_kl[batch.action_index], parts.of_floor[batch.action_index])
-    return SpodLoss(loss.to(dtype), parts.gate, *told), of_rows
+    terms = action_terms(row_stats, levels, batch.tau0, batch.floor_weight)
+    loss = (levels.weights * levels.tokens) @ torch.where(terms.gate, batch.floor_weight * terms.floor, terms.kl)
+    outputs = (x.to(dtype) for x in (terms.student_logprob, terms.teacher_logprob, terms.kl, terms.floor))
+    row_weights = Weights(terms.kl_weight[batch.action_index], terms.floor_weight[batch.action_index])
+    return SpodLoss(loss.to(dtype), terms.gate, *outputs), row_weights
 
 
 def check_batch(batch: Batch, vocabulary: int, validate: bool) -> None:

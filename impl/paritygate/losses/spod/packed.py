@@ -66,16 +66,14 @@ def success_preserving_loss_and_grad(
         )
     with torch.no_grad():
         levels = levels_of(batch)
-        known = rows.statistics_and_gradient_(
-            out.detach(), student, teacher, actions, levels.tokens, levels.success, levels.weights, tau0, floor_weight
-        )
-        fresh = known is None
-        known = rows.statistics(student, teacher, actions) if fresh else known
+        row_stats = rows.statistics_and_gradient_(out.detach(), student, teacher, actions, levels, tau0, floor_weight)
+        one_pass = row_stats is not None
+        row_stats = row_stats if one_pass else rows.statistics(student, teacher, actions)
         if validate:
-            rows.refuse_unusable(known, "spod")
-        result, weights = combine(known, batch, levels, result_dtype(student))
-        if fresh:
-            rows.gradient_(out.detach(), student, teacher, actions, known, weights)
+            rows.refuse_unusable(row_stats, "spod")
+        result, weights = combine(row_stats, batch, levels, result_dtype(student))
+        if not one_pass:
+            rows.gradient_(out.detach(), student, teacher, actions, row_stats, weights)
     return result, out
 
 
@@ -147,22 +145,22 @@ class _Spod(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, batch: Batch, validate: bool) -> SpodLoss:
-        known = rows.statistics(student, teacher, batch.actions)
+        row_stats = rows.statistics(student, teacher, batch.actions)
         if validate:
-            rows.refuse_unusable(known, "spod")
-        result, weights = combine(known, batch, levels_of(batch), result_dtype(student))
-        ctx.save_for_backward(student, teacher, batch.actions, known, *weights)
+            rows.refuse_unusable(row_stats, "spod")
+        result, weights = combine(row_stats, batch, levels_of(batch), result_dtype(student))
+        ctx.save_for_backward(student, teacher, batch.actions, row_stats, *weights)
         ctx.mark_non_differentiable(*result[1:])
         return result
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        student, teacher, actions, known, kl, floor = ctx.saved_tensors
+        student, teacher, actions, row_stats, kl, floor = ctx.saved_tensors
         scale = grad_loss.double()
         if torch.is_grad_enabled():
             gradient = float64.gradient(student, teacher, actions, Weights(kl * scale, floor * scale))
         else:
-            gradient = rows.gradient(student, teacher, actions, known, kl * scale, floor * scale)
+            gradient = rows.gradient(student, teacher, actions, row_stats, kl * scale, floor * scale)
         return gradient, None, None, None
 
 
@@ -199,19 +197,19 @@ def success_preserving_loss_padded(
             f"spod: shapes differ: student_logits {tuple(student_logits.shape)}, actions {tuple(actions.shape)}; "
             "(E, S, T, V) and (E, S, T) are expected"
         )
-    read = as_mask(mask, student_logits, "spod")
-    if read.shape != actions.shape or teacher_logits.shape != student_logits.shape:
+    token_mask = as_mask(mask, student_logits, "spod")
+    if token_mask.shape != actions.shape or teacher_logits.shape != student_logits.shape:
         raise ValueError(
-            f"spod: shapes differ: teacher_logits {tuple(teacher_logits.shape)}, mask {tuple(read.shape)}; "
+            f"spod: shapes differ: teacher_logits {tuple(teacher_logits.shape)}, mask {tuple(token_mask.shape)}; "
             f"{tuple(student_logits.shape)} and {tuple(actions.shape)} are expected"
         )
-    real = read.any(-1)
+    real = token_mask.any(-1)
     number = real.flatten().cumsum(0).view(real.shape) - 1
     return success_preserving_loss(
-        student_logits[read],
-        teacher_logits[read],
-        actions[read],
-        number.unsqueeze(-1).expand_as(read)[read],
+        student_logits[token_mask],
+        teacher_logits[token_mask],
+        actions[token_mask],
+        number.unsqueeze(-1).expand_as(token_mask)[token_mask],
         real.nonzero()[:, 0],
         success,
         tau0=tau0,

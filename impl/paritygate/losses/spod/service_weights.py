@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..checks import refuse_where, same_shape
-from ..gate import sum_by
+from ..gate import gate, sum_by
 from ..sdpo.service_weights import cross_entropy_weights
 from .levels import Batch, check_batch, levels_of
 
@@ -55,13 +55,13 @@ def success_preserving_weights(
     refuse_where(~torch.isfinite(student), student, "spod: the student's sampled logprob")
     refuse_where(teacher.isnan() | (teacher == math.inf), teacher, "spod: the teacher's sampled logprob")
     tokens, succeeded, of_action = levels_of(batch)
-    gate = succeeded & (sum_by(teacher - student, tokens) < 0)
-    floored = gate & (sum_by(student, tokens) < math.log(tau0))
+    protected = gate(succeeded, student, teacher, tokens)
+    floored = protected & (sum_by(student, tokens) < math.log(tau0))
     weights = of_action[action_index]
     kl = cross_entropy_weights(student_logprobs, teacher_logprobs, divergence="forward_kl", tail=tail)
     return SpodWeights(
-        weights=torch.where(gate[action_index, None], 0.0, weights[:, None] * kl.weights),
+        weights=torch.where(protected[action_index, None], 0.0, weights[:, None] * kl.weights),
         sampled=torch.where(floored[action_index], floor_weight * weights, 0.0),
-        gate=gate,
+        gate=protected,
         tail_dropped=kl.tail_dropped,
     )

@@ -141,7 +141,7 @@ def _pack(weight: Tensor) -> Tensor:
 def _multiply(rows: Tensor, panels: Tensor, outputs: int) -> Tensor:
     inputs = panels.shape[1]
     flat = rows.reshape(-1, inputs).float().contiguous()
-    out = torch.empty(flat.shape[0], panels.shape[0] * panels.shape[2])
+    out = torch.empty(flat.shape[0], panels.shape[0] * panels.shape[2], device="cpu")
     problem = _Linear(
         flat.data_ptr(), panels.data_ptr(), out.data_ptr(), flat.shape[0], inputs, panels.shape[0],
         panels.dtype == torch.bfloat16, threads(),
@@ -160,7 +160,7 @@ class _Normalizers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         logits = logits.contiguous()
-        out = torch.empty(logits.shape[0])
+        out = torch.empty(logits.shape[0], device="cpu")
         pointers = (ctypes.c_void_p(logits.data_ptr()), *map(ctypes.c_int64, (*logits.shape, threads())))
         library().normalize(*pointers, ctypes.c_void_p(out.data_ptr()))
         ctx.save_for_backward(logits, out)
@@ -205,7 +205,7 @@ def attends(dim: int) -> bool:
 
 def spans(table: Iterable[tuple[int, int, int, int, int, int, int]]) -> Tensor:
     """Rows of (keys, values, head, layer, row, start, count), as `struct Span` of products.cpp has them; int64."""
-    return torch.tensor(list(table), dtype=torch.int64)
+    return torch.tensor(list(table), dtype=torch.int64, device="cpu")
 
 
 def attend(
@@ -222,7 +222,7 @@ def attend(
     `fresh` k and v (K, T, D) are written to those addresses first. The caller keeps the memory there alive.
     """
     heads, length, dim = q.shape
-    out = torch.zeros(length, heads, dim)
+    out = torch.zeros(length, heads, dim, device="cpu")
     q = _inner(q)
     k, v = (None, None) if fresh is None else map(_inner, fresh)
     library().attend(

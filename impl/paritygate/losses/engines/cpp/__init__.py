@@ -11,9 +11,9 @@ from torch import Tensor
 
 from paritygate import native
 
-from ...buckets import DIVERGENCES
-from ...row_stats import COLUMNS
-from ..base import DTYPES, PLAIN
+from ...buckets import DIVERGENCES, Options
+from ...row_stats import RowStat
+from ..base import DTYPES, contiguous_rows, fast_on_cpu
 
 FOLDER = Path(__file__).parent
 SOURCES = (
@@ -55,31 +55,28 @@ class _Problem(ctypes.Structure):
 
 def serves(student: Tensor, teacher: Tensor) -> bool:
     """Whether the compiled kernels take these (N, V) logits; everything else is torch's."""
-    if not (student.device.type == teacher.device.type == "cpu" and student.dtype == teacher.dtype):
-        return False
-    if student.dtype not in DTYPES or student.shape[1] == 0 or type(student) not in PLAIN or type(teacher) not in PLAIN:
-        return False
-    return unavailable() is None
+    return fast_on_cpu(student, teacher) and unavailable() is None
 
 
 def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
-    """The COLUMNS of each row, (N, 9) float64, of (N, V) logits and (N,) int64 actions."""
-    student, teacher = _rows(student), _rows(teacher)
+    """The RowStat columns of each row, (N, 9) float64, of (N, V) logits and (N,) int64 actions."""
+    student, teacher = contiguous_rows(student), contiguous_rows(teacher)
     count = student.shape[0]
-    result = torch.empty(count, len(COLUMNS), dtype=torch.float64)
-    shut = torch.zeros(1, dtype=torch.uint8)
-    starts = torch.tensor([0, count])
+    result = torch.empty(count, len(RowStat), dtype=torch.float64, device="cpu")
+    shut = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    starts = torch.tensor([0, count], device="cpu")
     _call(student, teacher, actions, None, result, starts=starts, success=shut)
     return result
 
 
 def gradient_(
-    out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, rows: Tensor, coefficients: Tensor
+    out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, row_stats: Tensor, coefficients: Tensor
 ) -> None:
     """out = c0 softmax(student) - c1 softmax(teacher) - c2 onehot(action); c (N, 3) float64, `out` may be `student`."""
     target = _target(out)
     coefficients = coefficients.double().contiguous()
-    _call(_rows(student), _rows(teacher), actions, target, rows.contiguous(), coefficients=coefficients)
+    student, teacher, row_stats = contiguous_rows(student), contiguous_rows(teacher), row_stats.contiguous()
+    _call(student, teacher, actions, target, row_stats, coefficients=coefficients)
     if target is not out:
         out.copy_(target)
 
@@ -101,10 +98,10 @@ def statistics_and_gradient_(
     (A,) float64.
     """
     target = _target(out)
-    result = torch.empty(student.shape[0], len(COLUMNS), dtype=torch.float64)
+    result = torch.empty(student.shape[0], len(RowStat), dtype=torch.float64, device="cpu")
     _call(
-        _rows(student),
-        _rows(teacher),
+        contiguous_rows(student),
+        contiguous_rows(teacher),
         actions,
         target,
         result,
@@ -120,77 +117,56 @@ def statistics_and_gradient_(
 
 
 def _target(out: Tensor) -> Tensor:
-    return out if out.stride(1) == 1 or out.shape[1] == 1 else torch.empty(out.shape, dtype=out.dtype)
+    return out if out.stride(1) == 1 or out.shape[1] == 1 else torch.empty(out.shape, dtype=out.dtype, device="cpu")
 
 
 def divergence(
-    student: Tensor,
-    teacher: Tensor,
-    read: Tensor,
-    kind: str,
-    mixture: float,
-    top_k: int | None = None,
-    tail: bool = True,
+    student: Tensor, teacher: Tensor, row_mask: Tensor, options: Options
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The divergence of each row to `read` (N,) bool, (N,) float64, 0 elsewhere; and what its gradient asks for.
-
-    Over the full vocabulary, or the student's `top_k` largest entries with the rest as a `tail` bucket or left out.
-    """
-    count = student.shape[0]
-    if top_k is None:
-        known = (torch.zeros(count, 6, dtype=torch.float64),)
+    """As DivergenceEngine.divergence."""
+    count, k = student.shape[0], options.top_k
+    if k is None:
+        saved = (torch.zeros(count, 6, dtype=torch.float64, device="cpu"),)
     else:
-        known = (
-            torch.zeros(count, 4, dtype=torch.float64),
-            torch.empty(count, top_k, dtype=torch.int32),
-            torch.empty(count, top_k, dtype=torch.float64),
+        saved = (
+            torch.zeros(count, 4, dtype=torch.float64, device="cpu"),
+            torch.empty(count, k, dtype=torch.int32, device="cpu"),
+            torch.empty(count, k, dtype=torch.float64, device="cpu"),
         )
-    _call(_rows(student), _rows(teacher), read, None, known[0], divergence=_Divergence(kind, mixture, tail, known))
-    return known[0][:, 0].clone(), known
+    call = _Divergence(options, saved)
+    _call(contiguous_rows(student), contiguous_rows(teacher), row_mask, None, saved[0], divergence=call)
+    return saved[0][:, 0].clone(), saved
 
 
 def divergence_gradient(
-    student: Tensor,
-    teacher: Tensor,
-    read: Tensor,
-    kind: str,
-    mixture: float,
-    known: tuple[Tensor, ...],
-    scale: Tensor,
-    tail: bool = True,
+    student: Tensor, teacher: Tensor, row_mask: Tensor, options: Options, saved: tuple[Tensor, ...], scale: Tensor
 ) -> Tensor:
-    """d sum_i scale_i D_i / d student, (N, V) in its dtype; `scale` (N,) float64, `known` from `divergence`."""
-    out = torch.empty(student.shape, dtype=student.dtype)
-    asked = _Divergence(kind, mixture, tail, known, scale.double().contiguous())
-    _call(_rows(student), _rows(teacher), read, out, known[0], divergence=asked)
+    """As DivergenceEngine.divergence_gradient."""
+    out = torch.empty(student.shape, dtype=student.dtype, device="cpu")
+    call = _Divergence(options, saved, scale.double().contiguous())
+    _call(contiguous_rows(student), contiguous_rows(teacher), row_mask, out, saved[0], divergence=call)
     return out
 
 
 class _Divergence(NamedTuple):
-    """What is asked of the rows: `known` is written, or read where there is a `scale`."""
+    """A call of the divergences' kernels: `saved` is written, or read where there is a `scale`."""
 
-    kind: str
-    mixture: float
-    tail: bool
-    known: tuple[Tensor, ...]
+    options: Options
+    saved: tuple[Tensor, ...]
     scale: Tensor | None = None
 
-    def call(self, problem: _Problem, read: Tensor) -> None:
-        """Every row to `read` (N,) of `problem`."""
-        chosen = read.to(torch.uint8).contiguous()
+    def run(self, problem: _Problem, row_mask: Tensor) -> None:
+        """Every row of `row_mask` (N,) of `problem`."""
+        mask = row_mask.to(torch.uint8).contiguous()
         scale = None if self.scale is None else self.scale.data_ptr()
-        pointers = (ctypes.c_void_p(x) for x in (chosen.data_ptr(), scale, *(x.data_ptr() for x in self.known)))
-        asked = (ctypes.byref(problem), ctypes.c_int32(DIVERGENCES.index(self.kind)), ctypes.c_double(self.mixture))
-        if len(self.known) == 1:
-            library().paritygate_divergence(*asked, *pointers)
+        pointers = (ctypes.c_void_p(x) for x in (mask.data_ptr(), scale, *(x.data_ptr() for x in self.saved)))
+        kind, mixture = DIVERGENCES.index(self.options.divergence), self.options.mixture
+        inputs = (ctypes.byref(problem), ctypes.c_int32(kind), ctypes.c_double(mixture))
+        if len(self.saved) == 1:
+            library().paritygate_divergence(*inputs, *pointers)
         else:
-            bounds = ctypes.c_int64(self.known[1].shape[1]), ctypes.c_int32(self.tail)
-            library().paritygate_truncated(*asked, *bounds, *pointers)
-
-
-def _rows(logits: Tensor) -> Tensor:
-    """`logits` with its vocabulary contiguous; rows may lie anywhere."""
-    return logits.detach() if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.detach().contiguous()
+            bounds = ctypes.c_int64(self.saved[1].shape[1]), ctypes.c_int32(self.options.tail)
+            library().paritygate_truncated(*inputs, *bounds, *pointers)
 
 
 def _call(
@@ -198,7 +174,7 @@ def _call(
     teacher: Tensor,
     actions: Tensor,
     out: Tensor | None,
-    rows: Tensor,
+    row_stats: Tensor,
     *,
     starts: Tensor | None = None,
     success: Tensor | None = None,
@@ -210,9 +186,12 @@ def _call(
 ) -> None:
     actions = actions.contiguous()
     count = 0 if starts is None else starts.shape[0] - 1
-    logprobs, gate = torch.empty(count, 2, dtype=torch.float64), torch.zeros(count, dtype=torch.uint8)
+    logprobs, gate = (
+        torch.empty(count, 2, dtype=torch.float64, device="cpu"),
+        torch.zeros(count, dtype=torch.uint8, device="cpu"),
+    )
     problem = _Problem(
-        DTYPES[student.dtype],
+        DTYPES.index(student.dtype),
         torch.get_num_threads(),
         student.data_ptr(),
         teacher.data_ptr(),
@@ -226,12 +205,12 @@ def _call(
         *(None if x is None else x.data_ptr() for x in (starts, success, weights)),
         log_tau0,
         floor_weight,
-        rows.data_ptr(),
+        row_stats.data_ptr(),
         logprobs.data_ptr(),
         gate.data_ptr(),
     )
     if divergence is not None:
-        divergence.call(problem, actions)
+        divergence.run(problem, actions)
     elif coefficients is None:
         library().paritygate_spod(ctypes.byref(problem))
     else:

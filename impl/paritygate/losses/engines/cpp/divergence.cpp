@@ -14,7 +14,7 @@ struct Divergence : WideRows<D> {
     // (N, 6): the divergence; sum p g of the slopes g that the gradient takes; maximum and log sum of the student, and of the
     // teacher, but of the reverse KL its logit where the student is largest: what a student who is sure of an entry has for
     // a gradient is the difference of that entry's log-ratio and the mean, and both are counted from it.
-    double* known;
+    double* saved;
 
     void measure(int64_t i) const {
         // In KL(a || b), cross = sum exp(a - max a) ((a - max a) - (b - b where a is largest)).
@@ -41,8 +41,8 @@ struct Divergence : WideRows<D> {
             }
             of_a.sum += sum_of(sum_a), of_b.sum += sum_of(sum_b), cross += sum_of(crossed);
         });
-        double* k = known + 6 * i;
-        (forward ? of_b : of_a).keep(k + 2), (forward ? of_a : of_b).keep(k + 4);
+        double* k = saved + 6 * i;
+        (forward ? of_b : of_a).save(k + 2), (forward ? of_a : of_b).save(k + 4);
         if (kind == JSD) return against_mixture(i);
         double kl = cross / of_a.sum - (there - of_b.maximum) - std::log(of_a.sum) + std::log(of_b.sum);
         k[0] = kl < 0 ? 0 : kl;
@@ -51,7 +51,7 @@ struct Divergence : WideRows<D> {
 
     void against_mixture(int64_t i) const {
         Share of_teacher(mixture), of_student(1 - mixture);
-        double *k = known + 6 * i, top_p = k[2], log_p = k[3], top_q = k[4], log_q = k[5], p_part = 0, q_part = 0;
+        double *k = saved + 6 * i, top_p = k[2], log_p = k[3], top_q = k[4], log_q = k[5], p_part = 0, q_part = 0;
         this->each_part(i, [&](int64_t, int64_t count, const double* p, const double* q, double, double) {
             Wide of_p{}, of_q{};
             for (int64_t j = 0; j < count; j += LANES) {
@@ -70,7 +70,7 @@ struct Divergence : WideRows<D> {
 
     void differentiate(int64_t i, double scale) const {
         T* out = this->out(i);
-        const double *k = known + 6 * i, top_p = k[2], log_p = k[3], top_q = k[4], log_q = k[5];
+        const double *k = saved + 6 * i, top_p = k[2], log_p = k[3], top_q = k[4], log_q = k[5];
         if (scale == 0) {
             std::memset(out, 0, x.vocabulary * sizeof *out);
             return;
@@ -94,11 +94,11 @@ struct Divergence : WideRows<D> {
         });
     }
 
-    void run(const uint8_t* wanted, const double* scale) const {
+    void run(const uint8_t* row_mask, const double* scale) const {
         this->each_row([&](int64_t i) {
             if (scale)
-                differentiate(i, wanted[i] ? scale[i] : 0);
-            else if (wanted[i])
+                differentiate(i, row_mask[i] ? scale[i] : 0);
+            else if (row_mask[i])
                 measure(i);
         });
     }
@@ -106,11 +106,11 @@ struct Divergence : WideRows<D> {
 
 extern "C" {
 
-// Without `scale` what is known of the rows to read; with it the gradient of sum_i scale_i D_i.
-void paritygate_divergence(const Problem* x, int32_t kind, double mixture, const uint8_t* read, const double* scale,
-                           double* known) {
+// Without `scale` what is saved of the rows of `row_mask`; with it the gradient of sum_i scale_i D_i.
+void paritygate_divergence(const Problem* x, int32_t kind, double mixture, const uint8_t* row_mask, const double* scale,
+                           double* saved) {
     if (x->out) expect_to_fill(x->out, x->rows * x->out_stride * (x->dtype == 0 ? sizeof(float) : sizeof(uint16_t)));
-    auto run = [&](auto dtype) { Divergence<decltype(dtype)>{{*x}, kind, mixture, known}.run(read, scale); };
+    auto run = [&](auto dtype) { Divergence<decltype(dtype)>{{*x}, kind, mixture, saved}.run(row_mask, scale); };
     if (x->dtype == 0) run(Float32{});
     if (x->dtype == 1) run(BFloat16{});
     if (x->dtype == 2) run(Float16{});

@@ -9,7 +9,7 @@ static constexpr float NEAR = 0.25f;
 // Columns of a row's statistics, float64: the order of row_stats.py.
 enum { STUDENT_MAXIMUM, STUDENT_SUM, TEACHER_MAXIMUM, TEACHER_SUM, STUDENT_LOGPROB, TEACHER_LOGPROB, KL, SLOPE, CURVE, COLUMNS };
 
-// What a row is known by. The maximum and the sum of exponentials are kept apart: one float32 log-sum-exp loses 5e-4 at
+// What is measured of a row. The maximum and the sum of exponentials are kept apart: one float32 log-sum-exp loses 5e-4 at
 // float16's +-65504. `cross` = sum exp(q - maximum q) ((q - maximum q) - (p - maximum p)), from which KL(q || p) follows.
 struct Side {
     float maximum = -INF;
@@ -42,23 +42,23 @@ struct Pair {
         }
         q.maximum = to;
     }
-    void keep(double* s) const {
+    void save(double* s) const {
         s[STUDENT_MAXIMUM] = p.maximum, s[STUDENT_SUM] = p.sum;
         s[TEACHER_MAXIMUM] = q.maximum, s[TEACHER_SUM] = q.sum;
         s[SLOPE] = near ? slope : std::nan(""), s[CURVE] = curve;
     }
-    void recall(const double* s) {
+    void load(const double* s) {
         p.maximum = (float)s[STUDENT_MAXIMUM], p.sum = s[STUDENT_SUM];
         q.maximum = (float)s[TEACHER_MAXIMUM], q.sum = s[TEACHER_SUM];
         near = s[SLOPE] == s[SLOPE], slope = s[SLOPE], curve = s[CURVE];
     }
     double shift() const { return std::log1p((slope + curve) / q.sum); }  // log sum exp p - log sum exp q, where near
-    void settle() {                                                       // what the near sums say of the student
+    void finish() {                                                       // what the near sums say of the student
         if (p.maximum == -INF || q.maximum == -INF) return;
-        double apart = (double)p.maximum - q.maximum;
-        p.sum = (q.sum + slope + curve) * std::exp(-apart);
+        double diff = (double)p.maximum - q.maximum;
+        p.sum = (q.sum + slope + curve) * std::exp(-diff);
         if (p.sum < 1) p.sum = 1;  // the maximum alone is 1: no log-probability above 0 by rounding
-        cross = q.sum * apart - slope;
+        cross = q.sum * diff - slope;
     }
 };
 
@@ -130,7 +130,7 @@ static void add_near_block(Pair& row, const typename D::Storage* p, const typena
             slope.add(e * u);
             curve.add(e * curvature(u, splat(1.0f)));
         }
-        sum.settle(), slope.settle(), curve.settle();
+        sum.finish(), slope.finish(), curve.finish();
     }
     row.q.sum += sum.total();
     row.slope += slope.total();
@@ -169,7 +169,7 @@ static void add_block(Pair& row, const typename D::Storage* p, const typename D:
         } else {
             for (; j < count; j += WIDTH) add(load_upto<D>(p + j, count - j), load_upto<D>(q + j, count - j));
         }
-        sp.settle(), sq.settle(), cross.settle();
+        sp.finish(), sq.finish(), cross.finish();
     }
     row.p.sum += sp.total();
     row.q.sum += sq.total();
@@ -188,7 +188,7 @@ static Pair pair_sums(const typename D::Storage* p, const typename D::Storage* q
     for (int64_t start = 0; start < V; start += BLOCK, p += BLOCK, q += BLOCK) {
         int64_t count = V - start < BLOCK ? V - start : BLOCK;
         if (row.near && !block_is_near<D>(p, q, count)) {
-            row.settle();
+            row.finish();
             row.near = false;
         }
         float top_p = block_maximum<D>(p, count), top_q = block_maximum<D>(q, count);
@@ -199,7 +199,7 @@ static Pair pair_sums(const typename D::Storage* p, const typename D::Storage* q
                             : (careful ? add_block<D, CarefulSum> : add_block<D, QuickSum>);
         add(row, p, q, count);
     }
-    if (row.near) row.settle();
+    if (row.near) row.finish();
     return row;
 }
 
@@ -284,7 +284,7 @@ static inline Vec factor(double x) { return splat(x == x ? (float)x : NAN); }
 
 // Whether w p - w q in float32 has the digits of half precision: where the two sides' largest probabilities differ, so does
 // some entry by as much, and what is lost, an ulp of those, is small beside it. Two sides that are sure of one token do not.
-static inline bool apart_enough(const Pair& row) {
+static inline bool differ_enough(const Pair& row) {
     double p = 1 / row.p.sum, q = 1 / row.q.sum;
     return std::fabs(p - q) > (p > q ? p : q) / 256;
 }
@@ -320,7 +320,7 @@ static void gradient_row(const typename D::Storage* p, const typename D::Storage
     if (action < 0 || action >= V) c.action = 0, action = 0;  // not validated: its log-probability is NaN already
     double ep = std::exp(load_one<D>(p + action) - (double)row.p.maximum) / row.p.sum;
     double eq = c.teacher == 0 ? 0 : std::exp(load_one<D>(q + action) - (double)row.q.maximum) / row.q.sum;
-    if (c.student == c.teacher && (sizeof *out == sizeof(float) || row.near || !apart_enough(row))) {
+    if (c.student == c.teacher && (sizeof *out == sizeof(float) || row.near || !differ_enough(row))) {
         difference_row<D>(p, q, out, V, row, c.teacher);
         if (c.action != 0) store_one<D>(out + action, c.student * ep - c.teacher * eq - c.action);
         return;

@@ -1,7 +1,11 @@
-// SPOD on rows of logits: what each row and action is known by, the gate, and the analytic gradient (design/080).
+// SPOD on rows of logits: the statistics of each row and action, the gate, and the analytic gradient (design/080).
 #include "problem.hpp"
 
 static constexpr int64_t SHORT_ACTION = 16;  // rows of one action that a thread takes together, gate and gradient at once
+
+// Whether an action is protected, by its episode's success and `diff` = sum over its rows of log q - log p; of -inf:
+// whether it may be. inf - inf is NaN: not protected.
+static inline bool gate(bool success, double diff) { return success && diff < 0; }
 
 template <class D>
 struct Spod {
@@ -16,7 +20,7 @@ struct Spod {
         const T *p = student(i), *q = teacher(i);
         Pair row = pair_sums<D>(p, q, x.vocabulary);
         double* s = x.statistics + i * COLUMNS;
-        row.keep(s);
+        row.save(s);
         bool inside = x.actions[i] >= 0 && x.actions[i] < x.vocabulary;  // unvalidated input may not read past the row
         s[STUDENT_LOGPROB] = inside ? load_one<D>(p + x.actions[i]) - s[STUDENT_MAXIMUM] - row.p.log_sum() : NAN;
         s[TEACHER_LOGPROB] = inside ? load_one<D>(q + x.actions[i]) - s[TEACHER_MAXIMUM] - row.q.log_sum() : NAN;
@@ -25,24 +29,26 @@ struct Spod {
 
     void differentiate(int64_t i, Coefficients c) const {
         Pair row;
-        row.recall(x.statistics + i * COLUMNS);
+        row.load(x.statistics + i * COLUMNS);
         gradient_row<D>(student(i), teacher(i), out(i), x.vocabulary, x.actions[i], row, c);
     }
 
+    bool may_open(int64_t action) const { return gate(x.success[action], -INFINITY); }
+
     void decide(int64_t action) const {
-        double p = 0, q = 0, apart = 0;
+        double p = 0, q = 0, diff = 0;
         for (int64_t i = x.starts[action]; i < x.starts[action + 1]; i++) {
             double row_p = x.statistics[i * COLUMNS + STUDENT_LOGPROB], row_q = x.statistics[i * COLUMNS + TEACHER_LOGPROB];
-            p += row_p, q += row_q, apart += row_q - row_p;  // row by row, so that equal rows tie exactly
+            p += row_p, q += row_q, diff += row_q - row_p;  // row by row, so that equal rows tie exactly
         }
         x.logprobs[2 * action] = p;
         x.logprobs[2 * action + 1] = q;
-        x.gate[action] = x.success[action] && apart < 0;  // inf - inf is NaN: not protected
+        x.gate[action] = gate(x.success[action], diff);
     }
 
     Coefficients coefficients(int64_t action) const {
         double w = x.weights[action];
-        if (!x.success[action] || !x.gate[action]) return {w, w, 0};
+        if (!may_open(action) || !x.gate[action]) return {w, w, 0};
         bool below = x.logprobs[2 * action] < x.log_tau0;
         double floor = below ? w * x.floor_weight : 0;
         return {floor, 0, floor};
@@ -52,16 +58,16 @@ struct Spod {
         std::vector<Span> first, second;
         for (int64_t a = 0; a < x.action_count; a++) {
             int64_t from = x.starts[a], to = x.starts[a + 1];
-            bool whole = x.out && x.success[a] && to - from <= SHORT_ACTION;
+            bool whole = x.out && may_open(a) && to - from <= SHORT_ACTION;
             if (whole) {
                 first.push_back({from, to, a});
             } else {
                 split(first, from, to, a);
-                if (x.out && x.success[a]) split(second, from, to, a);
+                if (x.out && may_open(a)) split(second, from, to, a);
             }
         }
         each_of(first, x.threads, [&](const Span& span) {
-            bool gate_may_open = x.success[span.action];
+            bool gate_may_open = may_open(span.action);
             if (!x.out || gate_may_open) {
                 for (int64_t i = span.first; i < span.last; i++) measure(i);
             } else {
@@ -102,7 +108,7 @@ void paritygate_spod(const Problem* x) {
     if (x->dtype == 2) Spod<Float16>{*x}.run();
 }
 
-// out[i] = c[i, 0] softmax(student[i]) - c[i, 1] softmax(teacher[i]) - c[i, 2] onehot(actions[i]), by known statistics.
+// out[i] = c[i, 0] softmax(student[i]) - c[i, 1] softmax(teacher[i]) - c[i, 2] onehot(actions[i]), by the statistics.
 void paritygate_linear(const Problem* x, const double* coefficients) {
     if (x->out != x->student)
         expect_to_fill(x->out, x->rows * x->out_stride * (x->dtype == 0 ? sizeof(float) : sizeof(uint16_t)));

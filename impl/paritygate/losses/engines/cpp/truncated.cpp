@@ -82,7 +82,7 @@ struct Truncated : WideRows<D> {
     double mixture;  // the teacher's weight a in m = (1 - a) p + a q
     int64_t k;
     bool tail;
-    double* known;   // (N, 4): the divergence, the student's maximum and log sum, the slope of each entry left out over its p
+    double* saved;   // (N, 4): the divergence, the student's maximum and log sum, the slope of each entry left out over its p
     int32_t* kept;   // (N, k): their indices, ascending
     double* slopes;  // (N, k): and the gradient there
 
@@ -99,7 +99,7 @@ struct Truncated : WideRows<D> {
         double* slope = slopes + i * k;
         if (!largest.usable) {
             for (int64_t b = 0; b < k; b++) at[b] = (int32_t)b, slope[b] = NAN;
-            for (int c = 0; c < 4; c++) known[4 * i + c] = NAN;
+            for (int c = 0; c < 4; c++) saved[4 * i + c] = NAN;
             return;
         }
         for (int64_t b = 0; b < k; b++) at[b] = largest.found[b].at;
@@ -108,7 +108,7 @@ struct Truncated : WideRows<D> {
         double rest_p = 0, rest_q = 0;
         if (tail) sum_rest(i, at, p.maximum, rest_p, q.maximum, rest_q);
         normalise(p, rest_p), normalise(q, rest_q);
-        compare(p, q, known + 4 * i, slope);
+        compare(p, q, saved + 4 * i, slope);
     }
 
     void fill(Side& side, const T* row, const int32_t* at) const {
@@ -190,7 +190,7 @@ struct Truncated : WideRows<D> {
     void differentiate(int64_t i, double scale) const {
         T* out = this->out(i);
         const T* student = this->student(i);
-        const double *row = known + 4 * i, top = row[1], log_sum = row[2], outside = scale * row[3];
+        const double *row = saved + 4 * i, top = row[1], log_sum = row[2], outside = scale * row[3];
         if (scale == 0 || (outside == 0 && !tail)) {
             std::memset(out, 0, x.vocabulary * sizeof *out);
         } else {
@@ -206,11 +206,11 @@ struct Truncated : WideRows<D> {
         for (int64_t b = 0; scale != 0 && b < k; b++) store_one<D>(out + kept[i * k + b], scale * slopes[i * k + b]);
     }
 
-    void run(const uint8_t* wanted, const double* scale) const {
+    void run(const uint8_t* row_mask, const double* scale) const {
         this->each_row([&](int64_t i) {
             if (scale)
-                differentiate(i, wanted[i] ? scale[i] : 0);
-            else if (wanted[i])
+                differentiate(i, row_mask[i] ? scale[i] : 0);
+            else if (row_mask[i])
                 measure(i);
         });
     }
@@ -218,12 +218,12 @@ struct Truncated : WideRows<D> {
 
 extern "C" {
 
-// Without `scale` what is known of the rows to read; with it the gradient of sum_i scale_i D_i.
-void paritygate_truncated(const Problem* x, int32_t kind, double mixture, int64_t k, int32_t tail, const uint8_t* read,
-                          const double* scale, double* known, int32_t* kept, double* slopes) {
+// Without `scale` what is saved of the rows of `row_mask`; with it the gradient of sum_i scale_i D_i.
+void paritygate_truncated(const Problem* x, int32_t kind, double mixture, int64_t k, int32_t tail, const uint8_t* row_mask,
+                          const double* scale, double* saved, int32_t* kept, double* slopes) {
     if (x->out) expect_to_fill(x->out, x->rows * x->out_stride * (x->dtype == 0 ? sizeof(float) : sizeof(uint16_t)));
     auto run = [&](auto dtype) {
-        Truncated<decltype(dtype)>{{*x}, kind, mixture, k, tail != 0, known, kept, slopes}.run(read, scale);
+        Truncated<decltype(dtype)>{{*x}, kind, mixture, k, tail != 0, saved, kept, slopes}.run(row_mask, scale);
     };
     if (x->dtype == 0) run(Float32{});
     if (x->dtype == 1) run(BFloat16{});

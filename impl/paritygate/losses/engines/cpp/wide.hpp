@@ -62,7 +62,7 @@ struct Share {
 // of the sum near 0, whose digits the gradient of a nearly one-hot row is made of.
 struct Total {
     double maximum = -INFINITY, sum = 0;
-    void keep(double* to) const { to[0] = maximum, to[1] = std::log(sum); }
+    void save(double* to) const { to[0] = maximum, to[1] = std::log(sum); }
     double raise(double to) {  // by how much sums so far shrink
         if (!(to > maximum)) return 1;
         double shrink = maximum == -INFINITY ? 1 : std::exp(maximum - to);

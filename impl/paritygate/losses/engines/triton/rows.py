@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...row_stats import COLUMNS
+from ...row_stats import RowStat
+from ..base import DTYPES, contiguous_rows
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = {"statistics_kernel": 4096, "gradient_kernel": 2048}  # entries a program holds at once
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 NEAR = tl.constexpr(0.25)
@@ -63,7 +63,7 @@ def _factor(old, new):
 
 
 @triton.jit
-def _settled(pm, qm, qs, slope, curve):
+def _finish(pm, qm, qs, slope, curve):
     """What the near sums say of the student: its sum, and the cross term."""
     some = qm > -INF
     ps = (qs + slope + curve) * _exp(tl.where(some, qm - pm, 0.0)).to(tl.float64)
@@ -88,7 +88,7 @@ def statistics_kernel(p_ptr, q_ptr, out_ptr, p_stride, q_stride, V, WIDE: tl.con
             far = tl.max(tl.where(tl.abs(u) <= NEAR, 0, 1), axis=0)
             if far == 1:
                 near = tl.full((), 0, tl.int32)
-                ps, cross = _settled(pm, qm, qs, slope, curve)
+                ps, cross = _finish(pm, qm, qs, slope, curve)
         top_p, top_q = tl.maximum(pm, tl.max(x, axis=0)), tl.maximum(qm, tl.max(y, axis=0))
         if pm > -INF:
             cross += qs * (top_p - pm).to(tl.float64)
@@ -112,7 +112,7 @@ def statistics_kernel(p_ptr, q_ptr, out_ptr, p_stride, q_stride, V, WIDE: tl.con
             # exp(-745) is the last teacher mass that float64 knows; below it even a student of -inf costs nothing
             cross += _sum(tl.where(dq > -745.0, eq * (dq - dp), 0.0))
     if near == 1:
-        ps, cross = _settled(pm, qm, qs, slope, curve)
+        ps, cross = _finish(pm, qm, qs, slope, curve)
         ps = tl.where(qm == -INF, ps, tl.maximum(ps, 1.0))  # the maximum alone is 1
     out = out_ptr + row * 7
     tl.store(out, pm.to(tl.float64))
@@ -126,38 +126,39 @@ def statistics_kernel(p_ptr, q_ptr, out_ptr, p_stride, q_stride, V, WIDE: tl.con
 
 @triton.jit
 def gradient_kernel(
-    p_ptr, q_ptr, a_ptr, out_ptr, known_ptr, c_ptr, p_stride, q_stride, out_stride, V, blocks, WIDE: tl.constexpr
+    p_ptr, q_ptr, a_ptr, out_ptr, stats_ptr, c_ptr, p_stride, q_stride, out_stride, V, blocks, WIDE: tl.constexpr
 ):
     """One program a block of a row: d loss / d logits from the statistics and the row's weights, written once."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks) * WIDE + tl.arange(0, WIDE)
     inside = at < V
-    known = known_ptr + row * 5  # pm, ps, qm, qs, shift (NaN where the row is not near)
-    of_p, of_q, of_action = tl.load(c_ptr + row * 3), tl.load(c_ptr + row * 3 + 1), tl.load(c_ptr + row * 3 + 2)
+    stats = stats_ptr + row * 5  # pm, ps, qm, qs, shift (NaN where the row is not near)
+    c_student, c_teacher = tl.load(c_ptr + row * 3), tl.load(c_ptr + row * 3 + 1)
+    c_action = tl.load(c_ptr + row * 3 + 2)
     out = out_ptr + row * out_stride + at
     kind: tl.constexpr = out_ptr.dtype.element_ty
-    if (of_p == 0.0) & (of_q == 0.0) & (of_action == 0.0):
+    if (c_student == 0.0) & (c_teacher == 0.0) & (c_action == 0.0):
         tl.store(out, tl.zeros((WIDE,), kind), mask=inside)
     else:
         x = tl.load(p_ptr + row * p_stride + at, mask=inside, other=-INF).to(tl.float32)
-        shift = tl.load(known + 4)
-        if (shift == shift) & (of_p == of_q):  # noqa: PLR0124 - NaN where the row is not near
+        shift = tl.load(stats + 4)
+        if (shift == shift) & (c_student == c_teacher):  # noqa: PLR0124 - NaN where the row is not near
             y = tl.load(q_ptr + row * q_stride + at, mask=inside, other=-INF).to(tl.float32)
-            weight = (of_q / tl.load(known + 3)).to(tl.float32)
-            e = _exp(y - tl.load(known + 2).to(tl.float32))
+            weight = (c_teacher / tl.load(stats + 3)).to(tl.float32)
+            e = _exp(y - tl.load(stats + 2).to(tl.float32))
             value = weight * e * _expm1(_difference(x, y) - shift.to(tl.float32))
         else:
-            dp = x - tl.load(known).to(tl.float32)
-            value = (of_p / tl.load(known + 1)).to(tl.float32) * _exp(dp)
-            if of_q != 0.0:
+            dp = x - tl.load(stats).to(tl.float32)
+            value = (c_student / tl.load(stats + 1)).to(tl.float32) * _exp(dp)
+            if c_teacher != 0.0:
                 y = tl.load(q_ptr + row * q_stride + at, mask=inside, other=-INF).to(tl.float32)
-                dq = y - tl.load(known + 2).to(tl.float32)
-                teacher = (of_q / tl.load(known + 3)).to(tl.float32) * _exp(dq)
+                dq = y - tl.load(stats + 2).to(tl.float32)
+                teacher = (c_teacher / tl.load(stats + 3)).to(tl.float32) * _exp(dq)
                 value -= teacher
-                if of_p == of_q:  # what the two have in common would cancel
-                    ratio = dp - dq - tl.log(tl.load(known + 1) / tl.load(known + 3)).to(tl.float32)
+                if c_student == c_teacher:  # what the two have in common would cancel
+                    ratio = dp - dq - tl.log(tl.load(stats + 1) / tl.load(stats + 3)).to(tl.float32)
                     value = tl.where(tl.abs(ratio) < 0.5, teacher * _expm1(ratio), value)
-        value = tl.where(at == tl.load(a_ptr + row), value - of_action.to(tl.float32), value)
+        value = tl.where(at == tl.load(a_ptr + row), value - c_action.to(tl.float32), value)
         tl.store(out, value.to(kind), mask=inside)
 
 
@@ -167,8 +168,8 @@ def serves(student: Tensor, teacher: Tensor) -> bool:
 
 
 def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
-    """The COLUMNS of each row, (N, 9) float64, of (N, V) logits and (N,) int64 actions; waits for nothing."""
-    student, teacher = _rows(student), _rows(teacher)
+    """The RowStat columns of each row, (N, 9) float64, of (N, V) logits and (N,) int64 actions; waits for nothing."""
+    student, teacher = contiguous_rows(student), contiguous_rows(teacher)
     count, vocabulary = student.shape
     sums = torch.empty(count, 7, dtype=torch.float64, device=student.device)
     wide = _block("statistics_kernel", vocabulary)
@@ -187,31 +188,28 @@ def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
     chosen_q = teacher.gather(1, at)[:, 0].double() - qm - log_q
     chosen = (torch.where(inside, value, torch.nan) for value in (chosen_p, chosen_q))
     result = torch.stack([pm, ps, qm, qs, *chosen, kl, slope, curve], dim=1)
-    assert result.shape[1] == len(COLUMNS)
+    assert result.shape[1] == len(RowStat)
     return result
 
 
 def gradient_(
-    out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, rows: Tensor, coefficients: Tensor
+    out: Tensor, student: Tensor, teacher: Tensor, actions: Tensor, row_stats: Tensor, coefficients: Tensor
 ) -> None:
     """out = c0 softmax(student) - c1 softmax(teacher) - c2 onehot(action); c (N, 3) float64, `out` may be `student`."""
     target = out if out.stride(1) == 1 else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     count, vocabulary = student.shape
     wide = _block("gradient_kernel", vocabulary)
     blocks = triton.cdiv(vocabulary, wide)
-    shift = ((rows[:, 7] + rows[:, 8]) / rows[:, 3]).log1p()
-    known = torch.cat([rows[:, :4], shift[:, None]], dim=1)
-    student, teacher = _rows(student), _rows(teacher)
+    both = row_stats[:, RowStat.SLOPE] + row_stats[:, RowStat.CURVE]
+    shift = (both / row_stats[:, RowStat.TEACHER_SUM]).log1p()
+    used = torch.cat([row_stats[:, : RowStat.STUDENT_LOGPROB], shift[:, None]], dim=1)
+    student, teacher = contiguous_rows(student), contiguous_rows(teacher)
     gradient_kernel[(count * blocks,)](
-        student, teacher, actions.contiguous(), target, known, coefficients.double().contiguous(),
+        student, teacher, actions.contiguous(), target, used, coefficients.double().contiguous(),
         student.stride(0), teacher.stride(0), target.stride(0), vocabulary, blocks, WIDE=wide, **OPTIONS,
     )  # fmt: skip
     if target is not out:
         out.copy_(target)
-
-
-def _rows(logits: Tensor) -> Tensor:
-    return logits.detach() if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.detach().contiguous()
 
 
 def _block(kernel: str, vocabulary: int) -> int:
