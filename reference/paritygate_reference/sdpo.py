@@ -252,6 +252,7 @@ def select_sibling(
 
     `best`: the highest composite, ties to the lowest index (the experiment's). `first`: the first at or above the
     threshold (the official code at 0e6d5106). Never `index` itself; a composite of None was not judged: passed over.
+    Composites and threshold are compared to 12 decimals.
     ValueError: index outside the group, an unknown rule, a composite or threshold that is NaN.
     """
     if not 0 <= index < len(composites):
@@ -260,6 +261,8 @@ def select_sibling(
         raise ValueError(f"select_sibling: rule is {rule!r}; it is best or first")
     if math.isnan(threshold):
         raise ValueError("select_sibling: threshold is NaN")
+    # means of decimal scores: (0.6 + 0.8 + 1.0) / 3, in float64 0.7999999999999999, is 0.8
+    composites, threshold = [c if c is None else round(c, 12) for c in composites], round(threshold, 12)
     chosen: int | None = None
     for i, composite in enumerate(composites):
         if composite is not None and math.isnan(composite):

@@ -122,6 +122,6 @@ def _scored(action: Mapping[str, Any], success: bool, where: str) -> _Action:
     student, teacher, tokens = _checks.action(action, f"spod: {where}")
     log_p = np.stack([log_softmax(row, f"{where}, student row {j}") for j, row in enumerate(student)])
     log_q = np.stack([log_softmax(row, f"{where}, teacher row {j}") for j, row in enumerate(teacher)])
-    l_p = float(sum(log_p[j, token] for j, token in enumerate(tokens)))
-    l_q = float(sum(log_q[j, token] for j, token in enumerate(tokens)))
+    l_p = math.fsum(log_p[j, token] for j, token in enumerate(tokens))
+    l_q = math.fsum(log_q[j, token] for j, token in enumerate(tokens))
     return _Action(log_p, log_q, tokens, l_p, l_q, gate(success, l_p, l_q))

@@ -70,6 +70,24 @@ def test_a_good_answer_is_read(text):
     assert all(type(getattr(judgement, name)) is float for name in DIMENSIONS)
 
 
+@pytest.mark.parametrize(
+    ("scores", "composite"),
+    [
+        ((0.6, 0.8, 1.0), 0.8),
+        ((0.4, 1.0, 1.0), 0.8),
+        ((0.5, 0.9, 1.0), 0.8),
+        ((0.7, 0.8, 0.9), 0.8),
+        ((0.8, 0.8, 0.8), 0.8),
+        ((0.1, 0.2, 0.3), 0.2),
+        ((1, 0, 0), 1 / 3),
+        ((1e-7, 0.0, 0.0), 1e-7 / 3),
+    ],
+)
+def test_a_composite_is_the_mean_of_decimals(scores, composite):
+    """A sum of three float64 may be 0.7999999999999999 or 0.8000000000000002: a threshold of 0.8 would part them."""
+    assert Judgement(*scores, dict.fromkeys(DIMENSIONS, "because")).composite == composite
+
+
 def test_one_text_is_the_rationale_of_every_dimension():
     judgement = parse_judgement(answer(rationale="all good"))
     assert judgement is not None

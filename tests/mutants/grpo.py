@@ -8,17 +8,17 @@ MUTANTS = (
         "division by the standard deviation left in",
         "grpo/value",
         "losses/grpo.py",
-        "return centred - centred.mean(dim=-1, keepdim=True)",
+        "advantage = (centred - centred.mean(dim=-1, keepdim=True)) / scale",
         "advantage = centred - centred.mean(dim=-1, keepdim=True)\n"
-        "    return advantage / (centred.std(dim=-1, keepdim=True, correction=0) + 1e-4)",
+        "    advantage = advantage / (centred.std(dim=-1, keepdim=True, correction=0) + 1e-4) / scale",
     ),
     Mutant(
         "mean-over-the-batch",
         "the mean of the batch instead of the group",
         "grpo/value",
         "losses/grpo.py",
-        "centred = group - group[..., :1]\n    return centred - centred.mean(dim=-1, keepdim=True)",
-        "return group - group.mean()",
+        "centred - centred.mean(dim=-1, keepdim=True)",
+        "scaled - scaled.mean()",
     ),
     Mutant(
         "rewards-in-float32",
@@ -33,18 +33,17 @@ MUTANTS = (
         "plain r - mean leaves 1e-17 for three times 0.1",
         "grpo/equal_rewards",
         "losses/grpo.py",
-        "centred = group - group[..., :1]",
-        "centred = group",
+        "centred = scaled - scaled[..., :1]",
+        "centred = scaled",
     ),
     Mutant(
         "leave-one-out",
         "the mean of the others for the mean of the group (RLOO)",
         "grpo/value",
         "losses/grpo.py",
-        "centred = group - group[..., :1]\n    return centred - centred.mean(dim=-1, keepdim=True)",
-        "centred = group - group[..., :1]\n"
-        "    size = group.shape[-1]\n"
-        "    return (centred - centred.mean(dim=-1, keepdim=True)) * (size / max(size - 1, 1))",
+        "advantage = (centred - centred.mean(dim=-1, keepdim=True)) / scale",
+        "size = group.shape[-1]\n"
+        "    advantage = (centred - centred.mean(dim=-1, keepdim=True)) / scale * (size / max(size - 1, 1))",
     ),
 )
 
@@ -54,7 +53,7 @@ HARMLESS = (
         "centred on the last reward instead of the first",
         "grpo",
         "losses/grpo.py",
-        "centred = group - group[..., :1]",
-        "centred = group - group[..., -1:]",
+        "centred = scaled - scaled[..., :1]",
+        "centred = scaled - scaled[..., -1:]",
     ),
 )

@@ -124,8 +124,8 @@ MUTANTS = (
         "a composite at the threshold does not count",
         "sdpo/sibling",
         TEACHERS,
-        "and c >= threshold",
-        "and c > threshold",
+        "and c >= least",
+        "and c > least",
     ),
     Mutant(
         "best-is-first",
@@ -198,8 +198,8 @@ MUTANTS = (
         "a sibling that was not judged counts as 0.0",
         "sdpo/sibling",
         TEACHERS,
-        "reached = [(c, i) for i, c in enumerate(group) if i != index and c is not None and c >= threshold]",
-        "group = [c or 0.0 for c in group]\n"
-        "    reached = [(c, i) for i, c in enumerate(group) if i != index and c >= threshold]",
+        "reached = [(c, i) for i, c in enumerate(decimals) if i != index and c is not None and c >= least]",
+        "decimals = [c or 0.0 for c in decimals]\n"
+        "    reached = [(c, i) for i, c in enumerate(decimals) if i != index and c >= least]",
     ),
 )

@@ -7,12 +7,15 @@ from torch import Tensor
 
 from .checks import refuse_where
 
+HUGE = 2.0**900
+
 
 def group_mean_advantage(rewards: Tensor | Sequence[float]) -> Tensor:
     """`A_i = r_i - mean(r)` within each group of rewards (..., G), constants in float64 of the same shape and device.
 
     Centred on the group's first reward before the mean is taken, so that equal rewards give exact zeros.
-    ValueError: an empty group, no group dimension, a reward that is not finite (its position is named).
+    ValueError: an empty group, no group dimension, a reward that is not finite or whose advantage is beyond float64
+    (its position is named).
     Source: GRPO without the division by the standard deviation (arXiv 2503.20783, section 3).
     """
     group = torch.as_tensor(rewards, dtype=torch.float64).detach()
@@ -21,5 +24,12 @@ def group_mean_advantage(rewards: Tensor | Sequence[float]) -> Tensor:
     if group.shape[-1] == 0:
         raise ValueError(f"group_mean_advantage: the group is empty: rewards have shape {tuple(group.shape)}")
     refuse_where(~torch.isfinite(group), group, "group_mean_advantage: the reward")
-    centred = group - group[..., :1]
-    return centred - centred.mean(dim=-1, keepdim=True)
+    # G differences of the largest rewards may sum to more than float64 holds: then all is divided by a power of two
+    smaller = 2.0 ** -(group.shape[-1].bit_length() + 1)
+    scale = torch.where(group.abs().amax(-1, keepdim=True) > HUGE, smaller, 1.0)
+    scaled = group * scale
+    centred = scaled - scaled[..., :1]
+    advantage = (centred - centred.mean(dim=-1, keepdim=True)) / scale
+    beyond = ~torch.isfinite(advantage)
+    refuse_where(beyond, group, "group_mean_advantage: the reward", ", and its advantage beyond float64")
+    return advantage

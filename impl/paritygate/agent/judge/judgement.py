@@ -1,9 +1,9 @@
 """A judgement and the strict reading of one from a model's answer."""
 
 import json
-import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Protocol
 
 from paritygate.agent.trajectory import Trajectory
@@ -26,8 +26,8 @@ class Judgement:
 
     @property
     def composite(self) -> float:
-        """The mean of the three scores."""
-        return math.fsum(getattr(self, name) for name in DIMENSIONS) / len(DIMENSIONS)
+        """The mean of the three scores as the decimals they were written as: 0.8 of 0.6, 0.8 and 1.0."""
+        return float(sum(Fraction(repr(float(getattr(self, name)))) for name in DIMENSIONS) / len(DIMENSIONS))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ..checks import as_float, same_shape
 
+DECIMALS = 12  # that composites are compared to: means of scores differ by float64's 1e-16, or by 1e-6 and more
+
 
 def ema(teacher: Tensor, student: Tensor, rate: float) -> Tensor:
     """`(1 - rate) teacher + rate student`, on parameters of equal shapes, in the teacher's dtype, a constant.
@@ -51,7 +53,9 @@ def select_sibling(
 
     `best`: the highest composite, ties to the lowest index (the experiment's). `first`: the first at or above the
     threshold (the official code at 0e6d5106). Never `index` itself; a composite of None was not judged and is passed
-    over. ValueError: index outside the group, an unknown rule, a composite or threshold that is NaN.
+    over. A composite is a mean of decimal scores and compared to 12 decimals: (0.6 + 0.8 + 1.0) / 3, in float64
+    0.7999999999999999, reaches 0.8.
+    ValueError: index outside the group, an unknown rule, a composite or threshold that is NaN.
     """
     group: list[float | None] = composites.tolist() if isinstance(composites, Tensor) else list(composites)
     if not 0 <= index < len(group):
@@ -63,7 +67,9 @@ def select_sibling(
     for i, composite in enumerate(group):
         if composite is not None and math.isnan(composite):
             raise ValueError(f"select_sibling: the composite of rollout {i} is NaN")
-    reached = [(c, i) for i, c in enumerate(group) if i != index and c is not None and c >= threshold]
+    decimals = [None if c is None else round(c, DECIMALS) for c in group]
+    least = round(threshold, DECIMALS)
+    reached = [(c, i) for i, c in enumerate(decimals) if i != index and c is not None and c >= least]
     if not reached:
         return None
     return reached[0][1] if rule == "first" else max(reached, key=lambda pair: (pair[0], -pair[1]))[1]
