@@ -1,11 +1,15 @@
 """The loss inside torch.compile, without validation, and, where there is a CUDA device, the same rows on it."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import paritygate
 from paritygate.losses import sdpo, spod
 from paritygate.losses.spod import rows as row_ops
 from tests.counts import SOAK
@@ -50,8 +54,8 @@ def test_operators_without_data_have_the_shapes_of_those_with(dtype: torch.dtype
     actions, weights = torch.zeros(6, dtype=torch.int64), torch.ones(6, dtype=torch.float64)
     known = row_ops.statistics(student, teacher, actions)
     for operator, given in (
-        (row_ops.statistics, (student, teacher, actions)),
-        (row_ops.gradient, (student, teacher, actions, known, weights, weights)),
+        (row_ops.statistics_operator, (student, teacher, actions)),
+        (row_ops.gradient_operator, (student, teacher, actions, known, weights, weights)),
     ):
         torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
 
@@ -166,3 +170,23 @@ def test_fused_on_the_device(dtype: torch.dtype, device: str) -> None:
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert float(fused.loss.detach()) == pytest.approx(float(whole.loss), rel=limit)
     assert torch.isfinite(leaves[1].grad).all()
+
+
+def test_a_plain_call_imports_no_compiler_of_torch() -> None:
+    """torch._dynamo takes seconds to import; nothing but torch.compile needs it."""
+    program = """
+import sys; sys.path.insert(0, sys.argv[1])
+import torch
+from paritygate.losses import sdpo, spod
+for dtype in (torch.float64, torch.float32):
+    x = torch.eye(2, 5, dtype=dtype).requires_grad_()
+    i, e, s = torch.tensor([0, 0]), torch.tensor([0]), torch.tensor([True])
+    loss = spod.success_preserving_loss(x, x.detach() * 2, i, i, e, s).loss + sdpo.logit_loss(x, x * 3, i == 0)
+    torch.autograd.grad(loss, x)
+    spod.success_preserving_loss_and_grad(x, x.detach() * 2, i, i, e, s)
+    spod.fused_linear_success_preserving_loss(x, x.detach(), x, x.detach(), i, i, e, s).loss.backward()
+print(sorted(name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))))
+"""
+    command = [sys.executable, "-c", program, str(Path(paritygate.__file__).parents[1])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""What SPOD asks of rows of logits, by the engine that takes them; each is one opaque operator to torch.compile."""
+"""What SPOD asks of rows of logits, by the engine that takes them; to torch.compile opaque operators."""
 
 import torch
 from torch import Tensor
@@ -10,26 +10,41 @@ from ..gate import Levels, Weights
 from ..row_stats import RowStat
 
 
-@torch.library.custom_op("paritygate::spod_statistics", mutates_args=())
 def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
     """The RowStat columns of each row, (N, 9) float64, of (N, V) logits and (N,) int64 actions."""
+    measure = statistics_operator if torch.compiler.is_compiling() else _statistics
+    return measure(student, teacher, actions)
+
+
+def gradient(student: Tensor, teacher: Tensor, actions: Tensor, row_stats: Tensor, kl: Tensor, floor: Tensor) -> Tensor:
+    """`kl (p - q) + floor (p - onehot)`, (N, V) in the student's dtype, of row_stats (N, 9) and weights (N,)."""
+    differentiate = gradient_operator if torch.compiler.is_compiling() else _gradient
+    return differentiate(student, teacher, actions, row_stats, kl, floor)
+
+
+def _statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
     return engines.choose("rows", student, teacher).statistics(student, teacher, actions)
 
 
-@statistics.register_fake
-def _(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
-    return student.new_empty(student.shape[0], len(RowStat), dtype=torch.float64)
-
-
-@torch.library.custom_op("paritygate::spod_gradient", mutates_args=())
-def gradient(student: Tensor, teacher: Tensor, actions: Tensor, row_stats: Tensor, kl: Tensor, floor: Tensor) -> Tensor:
-    """`kl (p - q) + floor (p - onehot)`, (N, V) in the student's dtype, of row_stats (N, 9) and weights (N,)."""
+def _gradient(
+    student: Tensor, teacher: Tensor, actions: Tensor, row_stats: Tensor, kl: Tensor, floor: Tensor
+) -> Tensor:
     out = torch.empty(student.shape, dtype=student.dtype, device=student.device)
     gradient_(out, student, teacher, actions, row_stats, Weights(kl, floor))
     return out
 
 
-@gradient.register_fake
+# Called outside of a graph, an operator of torch.library would import torch._dynamo: seconds, for nothing.
+statistics_operator = torch.library.custom_op("paritygate::spod_statistics", _statistics, mutates_args=())
+gradient_operator = torch.library.custom_op("paritygate::spod_gradient", _gradient, mutates_args=())
+
+
+@statistics_operator.register_fake
+def _(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
+    return student.new_empty(student.shape[0], len(RowStat), dtype=torch.float64)
+
+
+@gradient_operator.register_fake
 def _(student: Tensor, teacher: Tensor, actions: Tensor, row_stats: Tensor, kl: Tensor, floor: Tensor) -> Tensor:
     return student.new_empty(student.shape)
 
