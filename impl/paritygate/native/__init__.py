@@ -1,7 +1,8 @@
 """C++ kernels of the losses and the embedded server: compiled on the machine that runs them, cached, loaded, recorded.
 
 `load` makes a library of source files, or raises Unavailable where there is no compiler; callers then use torch.
-`build_record` says which compiler, flags and CPU decide the libraries, for receipts. `vector.hpp` is shared by all.
+For receipts `build_record` says which compiler, flags and CPU decide the libraries; `bootstrap.LIBRARIES` are in use.
+`vector.hpp` is shared by all.
 """
 
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -14,6 +15,9 @@ from paritygate import bootstrap
 FLAGS = ("-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-w", "-shared", "-fPIC", "-pthread")
 INHERITED = ("PATH", "TMPDIR", "LD_LIBRARY_PATH", "HOME", "SDKROOT", "DEVELOPER_DIR")
 WIDE = "-mprefer-vector-width=512"
+
+logger = logging.getLogger(__name__)
+_announced: set[str] = set()
 
 
 class Unavailable(Exception):  # noqa: N818 - what a caller catches to take the torch path
@@ -29,13 +33,26 @@ def load(*sources: Path) -> ctypes.CDLL:
     """
     kernels_off()
     texts = {path.name: path.read_bytes() for path in sources}
-    command = compiler_command()
-    if bootstrap.LOADED:
-        for path in sources:
-            bootstrap.LOADED[os.path.realpath(path)] = sha256(texts[path.name])
-    data = build(command, texts) if bootstrap.LOADED else cached(command, texts)
-    bootstrap.LIBRARIES[" ".join(sorted(name for name in texts if name.endswith(".cpp")))] = sha256(data)
-    return open_library(data)
+    units = " ".join(sorted(name for name in texts if name.endswith(".cpp")))
+    try:
+        command = compiler_command()
+        if bootstrap.LOADED:
+            for path in sources:
+                bootstrap.LOADED[os.path.realpath(path)] = sha256(texts[path.name])
+        data = build(command, texts) if bootstrap.LOADED else cached(command, texts)
+        library = open_library(data)
+    except Unavailable as reason:
+        announce(f"{reason}; torch computes what {units} would, more slowly (PARITYGATE_KERNELS=off says so quietly)")
+        raise
+    bootstrap.LIBRARIES[units] = sha256(data)
+    return library
+
+
+def announce(sentence: str) -> None:
+    """Log a sentence as a warning, once in a process: by default that is a line on stderr."""
+    if sentence not in _announced:
+        _announced.add(sentence)
+        logger.warning("paritygate: %s", sentence)
 
 
 def kernels_off() -> None:
@@ -77,11 +94,12 @@ def sha256(data: bytes) -> str:
 
 def build(command: tuple[str, ...], sources: dict[str, bytes]) -> bytes:
     """The bytes of the shared library that `command` makes of `sources`; raises Unavailable with its words."""
+    units = [name for name in sources if name.endswith(".cpp")]
+    announce(f"compiling {' '.join(units)} with {command[0]}, which takes some seconds")
     with tempfile.TemporaryDirectory(prefix="paritygate-") as folder:
         for name, source in sources.items():
             (Path(folder) / name).write_bytes(source)
         made = Path(folder) / "kernels.so"
-        units = [name for name in sources if name.endswith(".cpp")]
         _run([[*command, *FLAGS, "-c", name, "-o", f"{name}.o"] for name in units], folder)
         _run([[*command, *FLAGS, "-o", str(made), *(f"{name}.o" for name in units)]], folder)
         return made.read_bytes()

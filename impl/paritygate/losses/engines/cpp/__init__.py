@@ -28,8 +28,9 @@ def library() -> ctypes.CDLL:
     return native.load(*SOURCES)
 
 
+@functools.cache
 def unavailable() -> str | None:
-    """None where the compiled kernels can be used, else why they cannot."""
+    """None where the compiled kernels can be used, else why they cannot; asked once in a process."""
     try:
         library()
     except native.Unavailable as reason:
