@@ -1,5 +1,6 @@
 """The Triton rows by Triton's interpreter against the reference; test_triton.py runs this under TRITON_INTERPRET=1."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,7 +8,8 @@ from paritygate.losses import engines, sdpo, spod
 from paritygate.losses.buckets import Options
 from paritygate.losses.engines.triton import divergence as triton_divergence
 from paritygate.losses.engines.triton import rows as triton_rows
-from tests.kernels.kernel_batches import batch
+from tests.kernels.far_rows import far_apart
+from tests.kernels.kernel_batches import answer, batch
 from tests.kernels.test_divergence import sure_student_holds
 from tests.kernels.test_rows import holds, sure_sides_hold
 
@@ -193,3 +195,53 @@ def test_two_sides_that_are_sure_of_one_token(sure: float, dtype: torch.dtype) -
 def test_a_sure_student(vocabulary: int, sure: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "choose", lambda *_: triton_divergence)
     sure_student_holds(vocabulary, sure, dtype)
+
+
+def test_rows_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's number times its stride is a number of 64 bits, where rows begin beyond 2^31 entries."""
+    data = batch([[3]], 140, torch.float16)
+    far = {side: far_apart(data[side]) for side in ("student_logits", "teacher_logits")}
+    for success in (False, True):
+        data["success"][:] = success
+        expected, gradient = spod.success_preserving_loss_and_grad(**data)
+        out = far_apart(torch.zeros_like(gradient))
+        result, _ = spod.success_preserving_loss_and_grad(**{**data, **far}, out=out)
+        assert torch.equal(out, gradient)
+        assert torch.equal(result.loss, expected.loss)
+    row_mask, scale = torch.ones(3, dtype=torch.bool), torch.ones(3).double()
+    for options in (Options("reverse_kl"), Options("jsd", 0.3), Options("forward_kl", top_k=9)):
+        answers = []
+        for sides in (data, far):
+            student, teacher = sides["student_logits"], sides["teacher_logits"]
+            values, saved = triton_divergence.divergence(student, teacher, row_mask, options)
+            slope = triton_divergence.divergence_gradient(student, teacher, row_mask, options, saved, scale)
+            answers.append((values, slope))
+        assert torch.equal(answers[0][0], answers[1][0])
+        assert torch.equal(answers[0][1], answers[1][1])
+
+
+@DTYPES
+def test_nearly_equal_rows_with_a_padded_vocabulary(dtype: torch.dtype) -> None:
+    """-inf - -inf is no difference: the rows are near, and keep the digits of a KL of 1e-8."""
+    data = batch([[2, 1], [3]], 140, dtype, noise=1e-3)
+    data["actions"].clamp_(max=40)
+    for side in ("student_logits", "teacher_logits"):
+        data[side][:, 130:] = -torch.inf
+    data["success"][:] = False
+    result, gradient = spod.success_preserving_loss_and_grad(**data)
+    expected, slope = answer(data)
+    np.testing.assert_allclose(result.kl.double().numpy(), expected.kl, rtol=1e-4, atol=1e-13)
+    scale = np.abs(slope).max()
+    assert np.abs(gradient.double().numpy() - slope).max() <= (5e-4 if dtype == torch.float16 else 3e-6) * scale + 1e-12
+    assert (gradient[:, 130:] == 0).all()
+
+
+@pytest.mark.parametrize("options", [Options("reverse_kl"), Options("jsd", 0.3), Options("forward_kl", top_k=9)])
+def test_a_masked_row_has_no_gradient_whatever_its_scale(options: Options) -> None:
+    """The scale of a masked row is 0 where the loss asks; the engine has the mask, and does not count on that."""
+    student, teacher = torch.randn(3, 140), torch.randn(3, 140)
+    row_mask, scale = torch.tensor([True, False, True]), torch.ones(3).double()
+    _, saved = triton_divergence.divergence(student, teacher, row_mask, options)
+    gradient = triton_divergence.divergence_gradient(student, teacher, row_mask, options, saved, scale)
+    assert (gradient[1] == 0).all()
+    assert (gradient[[0, 2]] != 0).any()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paritygate.losses import sdpo
 from paritygate.losses.buckets import Options
-from paritygate.losses.engines import cpp
+from paritygate.losses.engines import cpp, float64
 from tests.kernels.test_rows import layouts, needs_compiler, threads
 
 pytestmark = needs_compiler
@@ -141,3 +141,15 @@ def sure_student_holds(vocabulary: int, sure: float, dtype: torch.dtype) -> None
     most = float(right.abs().max())
     allowed = (ULP.get(dtype) or 1e-12) * most + (2.0**-25 if dtype == torch.float16 else 1e-45)
     assert float((gradient.flatten().double() - right).abs().max()) <= allowed
+
+
+@pytest.mark.parametrize("engine", [pytest.param(cpp, marks=needs_compiler), float64], ids=["cpp", "float64"])
+@pytest.mark.parametrize("options", [Options("reverse_kl"), Options("jsd", 0.3), Options("forward_kl", top_k=9)])
+def test_a_masked_row_has_no_gradient_whatever_its_scale(options: Options, engine: Any) -> None:
+    """The scale of a masked row is 0 where the loss asks; the engine has the mask, and does not count on that."""
+    student, teacher = torch.randn(3, 40), torch.randn(3, 40)
+    row_mask, scale = torch.tensor([True, False, True]), torch.ones(3).double()
+    _, saved = engine.divergence(student, teacher, row_mask, options)
+    gradient = engine.divergence_gradient(student, teacher, row_mask, options, saved, scale)
+    assert (gradient[1] == 0).all()
+    assert (gradient[[0, 2]] != 0).any()
