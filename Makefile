@@ -39,7 +39,7 @@ help:
 	@echo 'make bench   time the losses, the server, the environment and the rollouts'
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 13) else f"paritygate needs Python 3.11 or 3.12; {sys.executable} is {sys.version.split()[0]}. Set PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else f"paritygate needs Python 3.11 to 3.13; {sys.executable} is {sys.version.split()[0]}. Set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

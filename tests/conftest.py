@@ -13,6 +13,7 @@ for elsewhere in [name for name in os.environ if name.startswith(ELSEWHERE)]:
     del os.environ[elsewhere]
 os.environ["TINKER_TELEMETRY"] = "0"
 PREFIX, sys.pycache_prefix = sys.pycache_prefix, os.devnull  # no cached bytecode of what is imported next can exist
+sys.modules.pop("paritygate_pytest", None)  # an installed one may have found this session: this checkout's is judged
 import paritygate_pytest  # noqa: E402
 
 sys.pycache_prefix = PREFIX

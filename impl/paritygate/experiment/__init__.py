@@ -1,6 +1,10 @@
 """The protocol as phases, each a function that reads the run's state and leaves a receipt."""
 
-from paritygate.experiment.protocol import PHASES
-from paritygate.experiment.runner import RunResult, run
+from paritygate.extras import require
+
+require("experiment")
+
+from paritygate.experiment.protocol import PHASES  # noqa: E402
+from paritygate.experiment.runner import RunResult, run  # noqa: E402
 
 __all__ = ["PHASES", "RunResult", "run"]

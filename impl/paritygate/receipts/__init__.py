@@ -2,9 +2,9 @@
 
 from paritygate.bootstrap import bootstrap
 from paritygate.receipts.files import canonical, digest, sha256_file, write_atomic
-from paritygate.receipts.guard import guard
+from paritygate.receipts.guard import guard, require_parity
 from paritygate.receipts.lock import is_locked, lock_run
-from paritygate.receipts.parity import ParityReceipt, read_parity_receipt, require_parity, write_parity_receipt
+from paritygate.receipts.parity import ParityReceipt, read_parity_receipt, write_parity_receipt
 from paritygate.receipts.phases import PhaseChain
 from paritygate.receipts.provenance import refuse_other_code, verify_run, write_run_receipt
 from paritygate.receipts.rerun import rerun_parity

@@ -4,6 +4,10 @@
 format of the tinker SDK 0.38.0 on 127.0.0.1 and wants a key. torch is imported when a server starts, not before.
 """
 
-from paritygate.server.running import Running, start
+from paritygate.extras import require
+
+require("server")
+
+from paritygate.server.running import Running, start  # noqa: E402
 
 __all__ = ["Running", "start"]

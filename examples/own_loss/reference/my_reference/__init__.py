@@ -1,0 +1,1 @@
+"""What our losses mean: float64 NumPy."""

@@ -1,0 +1,1 @@
+"""Our losses: a module a loss, torch."""

@@ -1,0 +1,69 @@
+"""`paritygate server|service|harness|verify ...`: the commands of the wheel; each has its own --help."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paritygate.errors import ParityGateError
+
+COMMANDS = {
+    "server": "the embedded Tinker-compatible server",
+    "service": "hold a Tinker-compatible service to the definitions",
+    "harness": "prove losses of your own: the pieces of a new loss, its mutants",
+    "verify": "is there a green parity receipt for the repository here?",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. A missing extra, bad input and a refusal are one sentence each."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name not in COMMANDS:
+        lines = [f"  {command:<8} {what}" for command, what in COMMANDS.items()]
+        asked = name in ("-h", "--help")
+        print("usage: paritygate COMMAND ...", *lines, sep="\n", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    try:
+        return _run(name, rest)
+    except ParityGateError as error:
+        print(f"paritygate {name}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    from paritygate.extras import require
+
+    require("harness" if name == "verify" else name)
+    if name == "server":
+        from paritygate.server.__main__ import main as command
+    elif name == "service":
+        from paritygate.service.__main__ import main as command
+    elif name == "harness":
+        from paritygate.harness.__main__ import main as command
+    else:
+        command = _verify
+    return command(arguments)
+
+
+def _verify(arguments: list[str]) -> int:
+    """Print which receipt fits the repository around the working folder; raises Refused where none does."""
+    import argparse
+
+    from paritygate.receipts import guard
+    from paritygate.spec.losses import load_losses
+    from paritygate.spec.project import project_around
+
+    parser = argparse.ArgumentParser(prog="paritygate verify", description=_verify.__doc__)
+    parser.add_argument("--losses", metavar="NAMES", help="these alone, separated by commas")
+    parser.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda")
+    options = parser.parse_args(arguments)
+    root = project_around(Path(os.getcwd())).root
+    losses = options.losses.split(",") if options.losses else list(load_losses(root)["losses"])
+    receipt = guard(root, losses, options.device)
+    print(f"parity holds for {', '.join(losses)} on {options.device}: {receipt.path.relative_to(root)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""`python -m paritygate.harness new NAME | mutants [NAME ...]`: the pieces of a new loss; do its mutants die?"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paritygate.errors import ParityGateError
+from paritygate.extras import require
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 2 bad input, 3 a mutant lives."""
+    parser = argparse.ArgumentParser(prog="python -m paritygate.harness", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    new = commands.add_parser("new", help="write spec entry, reference, implementation, test and mutant of a loss")
+    new.add_argument("name", metavar="NAME", help="a Python identifier in small letters")
+    mutants = commands.add_parser("mutants", help="does each known mistake die by the obligation that it names?")
+    mutants.add_argument("names", nargs="*", metavar="NAME", help="all by default")
+    options = parser.parse_args(argv)
+    try:
+        require("harness")
+        from paritygate.harness.mutants import run_mutants
+        from paritygate.harness.pieces import write_pieces
+        from paritygate.spec.project import project_around
+
+        project = project_around(Path.cwd())
+        if options.command == "new":
+            print(*write_pieces(project, options.name), sep="\n")
+            return 0
+        alive = run_mutants(project, options.names, lambda line: print(line, flush=True))
+        return 3 if alive else 0
+    except ParityGateError as error:
+        print(f"paritygate.harness: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
