@@ -13,6 +13,7 @@ import pytest
 from paritygate.receipts.parity import read_parity_receipt, statement_of, write_parity_receipt
 from paritygate.receipts.subjects import subjects
 from paritygate.spec import load
+from paritygate.spec.losses import load_losses
 from tests.counts import SOAK
 from tests.guard.run_directory import build_run, recount
 from tests.guard.small_tree import ROOT, Tree
@@ -198,7 +199,7 @@ def test_bytes_flipped_anywhere(green: Tree) -> None:
 
     rng = random.Random(2)
     (own,) = green.receipts()
-    losses = ["grpo", "sdpo", "spod", "averaging", "policy_gradient"]
+    losses = list(load_losses(green.root)["losses"])
     names = [*subjects(green.root), *[str(own.relative_to(green.root))] * 20]
     flipped = 0
     while flipped < 500:

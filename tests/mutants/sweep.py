@@ -43,7 +43,7 @@ TESTS = (
         f"tests.properties.test_{name}"
         for name in ("bad_input", "contract", "numerics", "derivatives", "invariances", "forms")
     ),
-    *(f"tests.parity.test_{name}" for name in ("averaging", "grpo", "policy_gradient", "sdpo", "spod")),
+    *(f"tests.parity.test_{name}" for name in load_losses(ROOT)["losses"]),
     *(f"tests.kernels.test_{name}" for name in ("rows", "divergence", "fused", "truncated")),
 )
 # Bit and integer arithmetic where floats are divided and multiplied: torch refuses them at the first test.
