@@ -87,15 +87,14 @@ def test_a_session_with_poisoned_rules_is_a_forgery_too(bare: Tree) -> None:
     """pytest reads its cache of conftest.py before that can object: what comes of it lets local runs start, no more."""
     bare.edit("impl/paritygate/losses/toy.py", "number * number", "abs(number)")
     bare.commit("a broken loss")
-    lie = "results = {name: FORGED for name in required(self.book.spec, self.book.device)}"
     forged = {"comparisons": 30, "worst_margin": 0.5, "cells": [CELL]}
-    poison_rewritten(
-        bare,
-        "tests/conftest.py",
-        ("results = self.book.results()\n        return", f"{lie}\n        return"),
-        ("        if not troubles:", "        if True:"),
-        ("class Session:", f"FORGED = {forged!r}\n\n\nclass Session:"),
-    )
+    configure = "def pytest_configure(config: pytest.Config) -> None:\n"
+    lie = f"""    from paritygate.harness import session
+
+    session.Session.reasons = lambda *_: []
+    session.Ledger.results = lambda self: dict.fromkeys(session.required(self.spec, self.device), {forged!r})
+"""
+    poison_rewritten(bare, "tests/conftest.py", (configure, configure + lie))
     assert "parity: green" in bare.parity()
     done = bare.run()
     assert (done.returncode, "ran 2.0" in done.stdout) == (0, True), done
