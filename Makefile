@@ -28,7 +28,7 @@ export PARITYGATE_TAU_BENCH := $(abspath data/tau_bench_retail)
 endif
 endif
 
-.PHONY: help run test test-protocol test-rest soak parity data env mutants cookbook bench
+.PHONY: help run test test-protocol test-rest soak parity data env mutants cookbook bench service-skyrl service-hatchery
 
 help:
 	@echo 'make run     set up, prove parity, run the local experiment ($(SPEC))'
@@ -87,3 +87,7 @@ cookbook: $(INSTALLED)
 bench: $(INSTALLED)
 	for name in loss fused server retail rollouts; do $(PY) benchmarks/$$name.py; done
 
+
+# Hold other people's Tinker-compatible services to the definitions; each builds its environments under build/foreign.
+service-skyrl service-hatchery: service-%: $(INSTALLED)
+	$(PY) tests/service/foreign/prove.py $*
