@@ -140,6 +140,8 @@ class ScriptedTrainer:
         service.clients += 1
         self.client = service.clients
 
+    rank: int | None = None  # as the service reports it; None where it does not
+
     @property
     def base_model(self) -> str:
         return self.service.script.executed_model

@@ -48,6 +48,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedService], Scr
 
     def use(service: ScriptedService) -> ScriptedService:
         monkeypatch.setattr("paritygate.backend.connect", service.connect)
+        monkeypatch.setenv("TINKER_BASE_URL", service.endpoint)
         monkeypatch.setattr(renderer, "load", load_renderer)
         return service
 

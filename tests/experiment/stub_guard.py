@@ -33,7 +33,7 @@ def receipt(folder: Path) -> ParityReceipt:
 
 def install(folder: Path | None = None, monkeypatch: Any = None) -> None:
     """Make the guard answer with the stand-in in this process, or for one test with its `monkeypatch`."""
-    from paritygate.experiment.phases.preflight import correctness_preflight
+    from paritygate.experiment.correctness import parity
 
     made = receipt(folder or Path(tempfile.mkdtemp()))
 
@@ -42,5 +42,5 @@ def install(folder: Path | None = None, monkeypatch: Any = None) -> None:
 
     replace = setattr if monkeypatch is None else monkeypatch.setattr
     replace(receipts, "require_parity", stand_in)
-    replace(correctness_preflight, "guard", stand_in)
+    replace(parity, "guard", stand_in)
     replace(provenance, "refuse_other_code", lambda *_: None)

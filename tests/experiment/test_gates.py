@@ -21,6 +21,7 @@ def constant(_seed: int, _length: int) -> list[float]:
     return [1.0, 0.5, 0.5]
 
 
+DIVERGING = "sdpo_mean_abs_token_adv above"  # divergence: stop and record, no fallback
 FAILING: dict[str, Script] = {
     "sdpo_frac_tokens_abs_adv_gt_0.1": Script(gap=0.11),
     "sdpo_mean_abs_token_adv": Script(gap=0.02),
@@ -42,7 +43,10 @@ def test_a_failing_gate_stops_the_run(case: str, run_spec: Any, scripted: Any, t
     assert f"{metric} fails" in str(stopped.value)
     record = PhaseChain(tmp_path / "run").record("activation_pilot")
     assert record["outcome"] == "stopped"
-    assert [attempt["fallback"] for attempt in record["facts"]["fallbacks"]] == ["frozen_initial_teacher", "max_turns"]
+    fallbacks = [] if case == DIVERGING else ["frozen_initial_teacher", "max_turns"]
+    assert [attempt["fallback"] for attempt in record["facts"]["fallbacks"]] == fallbacks
+    kinds = [line["kind"] for line in read_lines(tmp_path / "run" / "deviations.jsonl") if "pilot" in line["phase"]]
+    assert kinds == (["divergence"] if case == DIVERGING else [])
     assert all(attempt["outcome"] != "every gate passes" for attempt in record["facts"]["fallbacks"])
     check_logs_and_cap(tmp_path / "run", record)
 

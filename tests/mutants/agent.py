@@ -37,7 +37,7 @@ MUTANTS = (
         "malformed tool JSON kills the rollout",
         "tests/agent/test_rollout.py::test_a_malformed_call_gets_an_error_for_a_result_and_the_others_run",
         "agent/turns.py",
-        'return Call(name, parsed.raw, f"Error: the tool call was not run, since {reason}.")',
+        'return Call(name, parsed.raw, f"{MALFORMED} was not run, since {reason}.")',
         "raise ValueError(reason)",
     ),
     Mutant(

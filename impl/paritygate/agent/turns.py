@@ -10,6 +10,7 @@ from renderers.base import ParsedToolCall, Renderer, ToolCallParseStatus
 from paritygate.agent.conversation import visible
 from paritygate.agent.renderer import read_completion
 
+MALFORMED = "Error: the tool call"  # how the answer to a call that is none begins
 _REASONS = {
     ToolCallParseStatus.INVALID_JSON: "it is not valid JSON",
     ToolCallParseStatus.UNCLOSED_BLOCK: "it is not closed",
@@ -39,7 +40,7 @@ def read_turn(renderer: Renderer, tokens: Sequence[int], prompt: Sequence[int], 
     """Parse sampled tokens; whatever they are, there is no exception: what cannot be parsed is a malformed call."""
     completion = read_completion(renderer, tokens, prompt, tools)
     if completion.error is not None:
-        return Turn("", (Call("", "", f"Error: the tool call cannot be read ({completion.error})."),))
+        return Turn("", (Call("", "", f"{MALFORMED} cannot be read ({completion.error})."),))
     return Turn(visible(completion.content), tuple(_call(call) for call in completion.calls))
 
 
@@ -54,7 +55,7 @@ def _call(parsed: ParsedToolCall) -> Call:
     if reason is None and not _is_json(arguments):
         reason = "its arguments are not valid JSON"
     if reason is not None:
-        return Call(name, parsed.raw, f"Error: the tool call was not run, since {reason}.")
+        return Call(name, parsed.raw, f"{MALFORMED} was not run, since {reason}.")
     return Call(name, arguments)
 
 

@@ -93,7 +93,7 @@ def _overview(exp: Experiment, device: str) -> tuple[str, ...]:
         f"{exp.steps} steps an arm x {protocol.rollout.tasks_per_step} tasks x {protocol.rollout.rollouts_per_task} "
         f"rollouts; evaluation: {exp.eval.n_examples} {protocol.evaluation.split} tasks, greedy",
         f"service: {_service(exp)}",
-        f"losses run on {device}; budget: {exp.budget.gpu_hours:g} GPU hours, {exp.budget.max_wall_minutes:g} minutes",
+        f"budget: {exp.budget.gpu_hours:g} GPU hours, {exp.budget.max_wall_minutes:g} minutes",
     )
 
 

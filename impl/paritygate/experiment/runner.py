@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paritygate.errors import BadInputError, GateStopped, Refused
+from paritygate.experiment.correctness.parity import is_full_run, refuse_another_service
 from paritygate.experiment.protocol import PHASES, Phase
 from paritygate.experiment.run.directory import choose_directory, make_directory, write_spec
 from paritygate.experiment.run.environment import load_source
@@ -19,6 +20,8 @@ from paritygate.experiment.run.state import State
 from paritygate.receipts import lock_run
 from paritygate.receipts.environment import require_device
 from paritygate.spec.experiment import Experiment
+
+FREE = ("decide", "report")  # phases that a spent budget does not keep a run from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,7 @@ def run(
     directory = choose_directory(exp, root, output, resume=resume)
     refuse_unresolved(exp)
     options = Options(root, device, Path(tau_bench) if tau_bench else None, trust_receipt, environment)
-    check_inputs(exp, options, directory)
+    check_inputs(exp, options, directory, served=asks_the_service(phases, until))
     make_directory(directory)
     progress = Progress(quiet=quiet or json)
     with lock_run(directory):
@@ -82,6 +85,11 @@ def check_request(phases: list[Phase], until: str | None, device: str) -> None:
     if until is not None and until not in names:
         raise BadInputError(f"--until {until}: no such phase in this experiment; its phases are {', '.join(names)}.")
     require_device(device)
+    if device != "cpu":
+        raise BadInputError(
+            f"--device {device}: an experiment's model runs at the service and its advantages on the CPU, so CUDA "
+            "would do nothing; --device cuda is for a synthetic component (spec/spod.json) and for pytest."
+        )
 
 
 def refuse_unresolved(exp: Experiment) -> None:
@@ -93,11 +101,22 @@ def refuse_unresolved(exp: Experiment) -> None:
         )
 
 
-def check_inputs(exp: Experiment, options: Options, directory: Path) -> None:
-    """The data (exit 2), then the receipt (exit 3): nothing is created before both are there."""
+def asks_the_service(phases: list[Phase], until: str | None) -> bool:
+    """Whether a run up to the phase `until` comes to one that asks the service."""
+    names = [phase.name for phase in phases]
+    return until is None or names.index(until) >= names.index("service_preflight")
+
+
+def check_inputs(exp: Experiment, options: Options, directory: Path, *, served: bool) -> None:
+    """The data and an address (exit 2), then the receipt (exit 3): nothing is created before all are there."""
     from paritygate.receipts import require_parity
 
     load_source(options)
+    if served and not is_full_run() and exp.protocol.service.embedded_model is None:
+        raise BadInputError(
+            f"{exp.path} names no embedded model to stand in for {exp.base_model}: set TINKER_BASE_URL (and "
+            "TINKER_API_KEY) to a service that has it."
+        )
     require_parity(options.root, exp.losses, options.device, resumed=directory)
 
 
@@ -105,10 +124,14 @@ async def _walk(
     exp: Experiment, phases: list[Phase], directory: Path, options: Options, progress: Progress, until: str | None
 ) -> RunResult:
     state = State(exp, directory, options, progress)
+    refuse_another_service(state)
+    refuse_another_environment(state)
     try:
         for position, phase in enumerate(phases, start=1):
             done = state.record(phase.name)
             if done.get("outcome") == "stopped":
+                if not (state.directory / "receipt.json").is_file():
+                    await _close_stopped(state)  # the process that stopped it was killed before it could
                 raise GateStopped(f"{done['decided']} (this run was stopped there; gates are never tried again)")
             if not done:
                 await _take(state, phase, f"{position}/{len(phases)}")
@@ -119,9 +142,21 @@ async def _walk(
     return _finish(state, phases, until)
 
 
+def refuse_another_environment(state: State) -> None:
+    """BadInputError when a run goes on with another retail environment than it began with: its rewards would mix."""
+    began = state.facts("spec_preflight").get("environment", state.options.environment)
+    if began != state.options.environment:
+        raise BadInputError(
+            f"{state.directory} was begun with --environment {began}: it cannot go on with {state.options.environment}."
+        )
+
+
 async def _take(state: State, phase: Phase, position: str) -> None:
     stopped: GateStopped | None = None
     decided = Decided("", "", {})
+    if phase.name not in FREE:
+        state.account.check()
+    state.account.begin(phase.name)
     with state.progress.phase(phase.name, position), state.timings.measure(phase.name, what="phase"):
         try:
             decided = await phase.load()(state)
@@ -130,6 +165,7 @@ async def _take(state: State, phase: Phase, position: str) -> None:
             stopped = stop
         finally:
             await state.end_phase()
+            state.account.settle()
     if stopped is not None:
         await _close_stopped(state)
         raise stopped

@@ -1,11 +1,14 @@
 """What the page says in words and small tables, computed from the run's files."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from paritygate.report.files import Record, RunFiles
+
+LARGE = 8  # billions of parameters from which the paper's gains are reported
 
 OUTCOMES = {
     "validated": "Validated: every interval lies entirely above its margin.",
@@ -131,7 +134,7 @@ def dimension_answer(run: RunFiles) -> str | None:
 
 def honest_notes(run: RunFiles) -> list[str]:
     """What must be said beside the numbers: the tasks' defects, the partners, the room, the grading."""
-    notes = [*run.facts("design_check").get("notes", [])]
+    notes = [*_evidence_notes(run), *run.facts("design_check").get("notes", [])]
     notes += _partner_notes(run.spec["protocol"])
     notes += _grading_notes(run)
     notes += _room_notes(run)
@@ -140,6 +143,27 @@ def honest_notes(run: RunFiles) -> list[str]:
         "The benchmark's README calls these tasks outdated (its successors fix 26 retail tasks). All tasks of tau2 "
         "retail derive from this benchmark's test split, so a model trained on those has seen it."
     )
+    return notes
+
+
+def _evidence_notes(run: RunFiles) -> list[str]:
+    """What a reader must not overlook: how much a result at this size shows, and what was replaced."""
+    model, protocol = run.spec["base_model"], run.spec["protocol"]
+    notes = [
+        "An extension of arXiv 2601.20802, which tested neither multi-turn agents nor rewards of a judge: no "
+        "replication of it."
+    ]
+    size = re.search(r"(\d+(?:\.\d+)?)([BM])\b", model, re.IGNORECASE)
+    if size is None or size[2].upper() == "M" or float(size[1]) < LARGE:
+        notes.append(
+            f"Weak evidence: {model} is small, and the paper reports that SDPO gains less at small scale, so a null "
+            f"result here says little of {LARGE}B and above."
+        )
+    user = protocol["user"]["model"] if protocol["user"]["kind"] == "model" else "a script"
+    notes.append(f"The benchmark's user simulator, GPT-4o, is replaced by {user}.")
+    environment = run.facts("spec_preflight").get("environment", "own")
+    graded = "this project's own retail environment" if environment == "own" else "upstream's tau_bench package"
+    notes.append(f"Episodes ran in, and rewards were graded by, {graded}.")
     return notes
 
 

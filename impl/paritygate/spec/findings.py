@@ -54,7 +54,7 @@ def arm_findings(document: dict[str, Any]) -> Iterator[Finding]:
 
 def cross_findings(exp: Experiment) -> list[Finding]:
     """Every contradiction between keys of a well-formed experiment."""
-    parts = (_sizes, _selections, _arms, _restoration, _gates, _decision, _features, _partners, _revisions)
+    parts = (_sizes, _selections, _arms, _restoration, _gates, _decision, _features, _partners, _revisions, _declared)
     return [finding for part in parts for finding in part(exp)]
 
 
@@ -212,6 +212,26 @@ def _partners(exp: Experiment) -> Iterator[Finding]:
             yield Finding(f"/protocol/{name}/model", "kind is model, so name one")
     if exp.protocol.user.kind == "model" and "{instruction}" not in exp.protocol.user.prompt:
         yield Finding("/protocol/user/prompt", "must say {instruction} where the task's instruction belongs")
+
+
+def _declared(exp: Experiment) -> Iterator[Finding]:
+    """Keys that say what this program always does, or measures by itself: another value would not be honoured."""
+    document = exp.frozen
+    primary = next((c.metric for c in exp.decision_rule.criteria if c.id == "primary"), None)
+    if primary is not None and document["primary_endpoint"] != f"heldout_{primary}_mean":
+        yield Finding("/primary_endpoint", f"the primary criterion decides on heldout_{primary}_mean")
+    if document["generation_audit"]["required"]:
+        yield Finding("/generation_audit/required", "no training data is generated, so there is nothing to audit")
+    if not exp.restoration_preflight.fixed_batch_required:
+        yield Finding("/restoration_preflight/fixed_batch_required", "a fixed batch is always compared")
+    if not exp.correctness_preflight.required:
+        yield Finding("/correctness_preflight/required", "no run starts without the correctness preflight")
+    if document["spec_preflight"] != {"findings": [], "status": "passed"}:
+        yield Finding("/spec_preflight", "holds findings of somebody who read this spec: settle them first")
+    undeclared = {"gpu_hours": None, "known_gpu_hours": 0, "status": "unknown", "wall_seconds": None}
+    for key, value in undeclared.items():
+        if document["feasibility_check"][key] != value:
+            yield Finding(f"/feasibility_check/{key}", "feasibility is measured by the timing pilot, never declared")
 
 
 def _revisions(exp: Experiment) -> Iterator[Finding]:

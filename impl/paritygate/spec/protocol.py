@@ -130,6 +130,14 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
+class Noise:
+    """How far two clients may differ: `multiple` of the noise floor, which itself may be `at_most` (nats a token)."""
+
+    multiple: float
+    at_most: float
+
+
+@dataclass(frozen=True, slots=True)
 class Protocol:
     """Everything that the original spec says only in prose; every field is written out in the frozen spec."""
 
@@ -145,3 +153,4 @@ class Protocol:
     pilot: Pilot
     comparison: Comparison
     service: Service
+    noise: Noise

@@ -1,6 +1,7 @@
 """Both advantage paths against recorded numbers, the live cookbook, and float64 terms through a real model."""
 
-import importlib.util
+import importlib.metadata
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from paritygate.experiment.correctness.model_gradients import TokenSequence, thr
 from paritygate.experiment.step.advantages import group_advantages
 from paritygate.losses import policy_gradient
 from paritygate.spec.experiment import CorrectnessPath
+from paritygate.spec.pins import COOKBOOK
 
 FAR = 1e3  # nats: a clip that nothing here reaches
 
@@ -26,7 +28,8 @@ def grpo_path(path: CorrectnessPath) -> list[Comparison]:
         where, ours = f"compute_advantages case {index}", grpo_rows(case["rewards"])
         comparisons.append(compare_values(path, "baseline_gradient", where, ours, case["advantages"]))
     comparisons += _datum_comparisons(path, numbers["assemble_training_data"])
-    comparisons += _loss_comparisons(path, numbers["importance_sampling"])
+    for revision in ("baseline", "reference"):  # of this path both are the cookbook, each with its own tolerances
+        comparisons += _loss_comparisons(path, revision, numbers["importance_sampling"])
     if cookbook_installed():
         from paritygate.experiment.correctness.cookbook import live_advantages
 
@@ -64,7 +67,34 @@ def sdpo_path(path: CorrectnessPath) -> list[Comparison]:
             rows = one_token_advantages(case["rewards"], "hybrid", hybrid_weight=1.0)
             where = f"SDPO disabled, compute_advantages case {index}"
             comparisons.append(compare_values(path, "baseline_gradient", where, rows, case["advantages"]))
-    return comparisons
+            comparisons.append(_stock_loss(path, where, rows, case["advantages"]))
+    return comparisons + _official_comparisons(path)
+
+
+def _stock_loss(path: CorrectnessPath, where: str, rows: list[float], stock: list[float]) -> Comparison:
+    """The importance-sampling loss of these advantages on fixed logprobs, against its terms with the stock ones."""
+    logprobs = [-1.0 - 0.25 * index for index in range(len(rows))]
+    sampled = [-1.5 + 0.125 * index for index in range(len(rows))]
+    ours = policy_gradient.importance_sampling_loss(
+        *(torch.tensor(row, dtype=torch.float64) for row in (logprobs, sampled, rows))
+    )
+    terms = [-math.exp(p - q) * a for p, q, a in zip(logprobs, sampled, stock, strict=True)]
+    return compare_values(path, "baseline_loss", where, [float(ours)], [math.fsum(terms)])
+
+
+def _official_comparisons(path: CorrectnessPath) -> list[Comparison]:
+    """Our token advantages as the loss of the official code (sampled tokens, mean over tokens) and its gradient."""
+    case = recorded("sdpo_official")
+    masks, students, teachers = case["mask"], case["student_logprobs"], case["teacher_logprobs"]
+    rows = group_advantages("sdpo_token", [0.5] * len(masks), masks, students, teachers, clip=FAR, hybrid_weight=0.0)
+    tokens = sum(map(sum, masks))
+    gradient = [-value / tokens for row in rows for value in row]
+    loss = math.fsum(g * s for g, s in zip(gradient, (s for row in students for s in row), strict=True))
+    theirs = [value for row in case["gradient"] for value in row]
+    return [
+        compare_values(path, "reference_loss", "the official code's sampled-token loss", [loss], [case["loss"]]),
+        compare_values(path, "reference_gradient", "the official code's gradient", gradient, theirs),
+    ]
 
 
 async def model_comparisons(path: CorrectnessPath) -> list[Comparison]:
@@ -72,12 +102,15 @@ async def model_comparisons(path: CorrectnessPath) -> list[Comparison]:
     sequences = model_batch(path.id)
     served, lora_a = await through_server([sequence.datum() for sequence in sequences])
     expected = through_torch(sequences, lora_a)
-    which = "baseline" if path.id.startswith("grpo") else "reference"
+    revisions = ("baseline", "reference") if path.id.startswith("grpo") else ("reference",)
+    values = {
+        "loss": ([served.loss], [expected.loss]),
+        "gradient": (served.gradient, expected.gradient),
+    }
     return [
-        compare_values(path, f"{which}_loss", "loss through the embedded model", [served.loss], [expected.loss]),
-        compare_values(
-            path, f"{which}_gradient", "gradient through the embedded model", served.gradient, expected.gradient
-        ),
+        compare_values(path, f"{revision}_{name}", f"{name} through the embedded model", *pair)
+        for revision in revisions
+        for name, pair in values.items()
     ]
 
 
@@ -114,7 +147,7 @@ def _datum_comparisons(path: CorrectnessPath, case: dict[str, Any]) -> list[Comp
     return comparisons
 
 
-def _loss_comparisons(path: CorrectnessPath, cases: list[dict[str, Any]]) -> list[Comparison]:
+def _loss_comparisons(path: CorrectnessPath, revision: str, cases: list[dict[str, Any]]) -> list[Comparison]:
     comparisons: list[Comparison] = []
     for index, case in enumerate(cases):
         rows = (case["target_logprobs"], case["sampling_logprobs"], case["advantages"])
@@ -122,8 +155,10 @@ def _loss_comparisons(path: CorrectnessPath, cases: list[dict[str, Any]]) -> lis
         loss = policy_gradient.importance_sampling_loss(logprobs, sampler, advantages)
         gradient = policy_gradient.importance_sampling_grad(logprobs, sampler, advantages)
         where = f"importance_sampling case {index}"
-        comparisons.append(compare_values(path, "baseline_loss", where, [float(loss)], [case["loss_sum"]]))
-        comparisons.append(compare_values(path, "baseline_gradient", where, gradient.tolist(), case["grad_logprobs"]))
+        comparisons.append(compare_values(path, f"{revision}_loss", where, [float(loss)], [case["loss_sum"]]))
+        comparisons.append(
+            compare_values(path, f"{revision}_gradient", where, gradient.tolist(), case["grad_logprobs"])
+        )
     return comparisons
 
 
@@ -145,5 +180,8 @@ def _numbers(datum: Datum, name: str) -> list[float]:
 
 
 def cookbook_installed() -> bool:
-    """Whether tinker-cookbook can be imported here; it is never required."""
-    return importlib.util.find_spec("tinker_cookbook") is not None
+    """Whether the pinned version of tinker-cookbook is installed; it is never required, and no other counts."""
+    try:
+        return importlib.metadata.version("tinker-cookbook") == COOKBOOK.revision.partition("==")[2]
+    except importlib.metadata.PackageNotFoundError:
+        return False

@@ -14,6 +14,11 @@ from paritygate.experiment.step.schedule import advance
 from paritygate.spec.experiment import Arm
 
 PHASE = "activation_pilot"
+DIVERGENCE = "sdpo_mean_abs_token_adv"
+
+
+class FallbacksTimedOut(Exception):  # noqa: N818 - an outcome, no error
+    """The minutes that all fallbacks have together are spent: the one under way takes no further step."""
 
 
 async def activation_pilot(state: State) -> Decided:
@@ -25,13 +30,33 @@ async def activation_pilot(state: State) -> Decided:
     if not failing:
         facts["settings"] = dataclasses.asdict(settings)
         return _decided(state, f"every gate passes in both pilots of {state.exp.protocol.pilot.steps} steps", facts)
+    diverged = [(name, r) for name, results in first.items() for r in failures(results) if is_divergence(r, state)]
+    if diverged:
+        name, result = diverged[0]
+        what = f"the activation pilot stopped the run: arm {name}, {result.sentence()}"
+        state.deviation(PHASE, "divergence", what)
+        why = "a mean |advantage| over its gate is divergence: stop and record; no fallback, no tuning"
+        raise PhaseStopped(Decided(what, why, facts, state.journal.files(PHASE)))
     return await _fall_back(state, failing, settings, facts)
+
+
+def is_divergence(result: GateResult, state: State) -> bool:
+    """Whether a failed gate is that of the mean |teacher - student|, passed upwards (or by NaN), not from below."""
+    bounds = [check.max for check in state.exp.activation_gate.checks if check.metric == result.metric]
+    if result.metric != DIVERGENCE or bounds[0] is None or not isinstance(result.measured, int | float):
+        return False
+    return not result.measured <= bounds[0]
 
 
 async def pilot(state: State, arms: Sequence[Arm], settings: Settings, variant: str) -> dict[str, list[GateResult]]:
     """The gates of each arm over its pilot steps on the first training tasks; the clients are thrown away."""
     runs = [await ArmRun.open(state, PHASE, arm, settings, variant) for arm in arms]
-    await advance(runs, state.exp.protocol.pilot.steps, await Collector.of(state, settings))
+
+    def within_the_cap() -> None:
+        if variant and fallback_seconds(state) > 60 * state.exp.protocol.pilot.max_fallback_minutes:
+            raise FallbacksTimedOut
+
+    await advance(runs, state.exp.protocol.pilot.steps, await Collector.of(state, settings), before=within_the_cap)
     checks = state.exp.activation_gate.checks
     return {run.arm.name: check_gates(checks, run.measured()) for run in runs}
 
@@ -47,7 +72,11 @@ async def _fall_back(state: State, failing: list[Arm], settings: Settings, facts
         if reason is not None:
             attempt["outcome"] = reason
             continue
-        results = await pilot(state, failing, changed, name)
+        try:
+            results = await pilot(state, failing, changed, name)
+        except FallbacksTimedOut:
+            attempt["outcome"] = f"stopped between its steps: {_minutes(state)}"
+            continue
         spent_steps += spec.steps * len(failing)
         attempt["gates"] = {arm: _table(result) for arm, result in results.items()}
         if any(failures(result) for result in results.values()):
@@ -86,17 +115,19 @@ def _not_tried(state: State, name: str, failing: list[Arm], spent_steps: int) ->
         return "not piloted: the spec already runs this way"
     if spent_steps + spec.steps * len(failing) > spec.max_fallback_steps:
         return f"not piloted: the fallbacks together get {spec.max_fallback_steps} steps"
-    spent = fallback_seconds(state)
-    if spent > 60 * spec.max_fallback_minutes:
-        return (
-            f"not piloted: the fallbacks together get {spec.max_fallback_minutes:g} minutes, {spent / 60:.1f} are spent"
-        )
+    if fallback_seconds(state) > 60 * spec.max_fallback_minutes:
+        return f"not piloted: {_minutes(state)}"
     return None
+
+
+def _minutes(state: State) -> str:
+    allowed = state.exp.protocol.pilot.max_fallback_minutes
+    return f"the fallbacks together get {allowed:g} minutes, {fallback_seconds(state) / 60:.1f} are spent"
 
 
 def fallback_seconds(state: State) -> float:
     """Wall time of the fallbacks' pilots so far, over kills and resumes."""
-    return sum(entry["seconds"] for entry in state.timings.entries(PHASE) if entry.get("variant"))
+    return state.account.seconds(PHASE, fallbacks=True)
 
 
 def _failed_sentence(state: State, facts: Record) -> str:

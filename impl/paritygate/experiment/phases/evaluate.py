@@ -90,6 +90,8 @@ async def evaluate_item(
     committed = state.journal.committed(unit)
     if committed is not None:
         return committed["item"]
+    state.account.settle()
+    state.account.check()
     tries = 0
     while True:
         episode = await collector.evaluation_episode(sampler, task, rollout, tries)
@@ -152,7 +154,11 @@ def _means(state: State, items: list[Record]) -> dict[str, Any]:
         means[arm.name] = {
             "composite": statistics.fmean(scored) if scored else None,
             "reward": statistics.fmean(item["reward"] for item in of_arm),
-            "judge_parse_first_rate": statistics.fmean(item["judge_first_try_parsed"] for item in of_arm),
+            "judge_parse_first_rate": _rate([item["judge_first_try_parsed"] for item in of_arm if item["judge_tries"]]),
             "judged": len(scored),
         }
     return means
+
+
+def _rate(parsed: list[bool]) -> float | None:
+    return statistics.fmean(parsed) if parsed else None

@@ -62,7 +62,8 @@ def project(state: State, arm: Arm, parts: dict[str, float], *, embedded: bool, 
     rounds = -(-len(exp.arms) // arms_at_once)
     episodes = exp.eval.n_examples * exp.eval.rollouts_per_task
     waves = episodes / exp.batch_size if embedded else -(-episodes // EVALUATED_AT_ONCE)
-    spent = sum(entry["seconds"] for entry in state.timings.entries() if entry.get("what") == "phase")
+    state.account.settle()
+    spent = state.account.seconds()
     phases = {
         "spent": spent,
         "activation_pilot": step * exp.protocol.pilot.steps * rounds,

@@ -17,7 +17,10 @@ async def train(state: State) -> Decided:
     settings = state.settings()
     collector = await Collector.of(state, settings)
     runs = [await ArmRun.open(state, PHASE, arm, settings) for arm in state.exp.arms]
-    await advance(runs, state.exp.steps, collector, refuse_divergence)
+    for run in runs:  # a step may have been committed by a process that was killed before it could judge it
+        for step, record in enumerate(run.steps):
+            refuse_divergence(run, step, record)
+    await advance(runs, state.exp.steps, collector, lambda run, record: refuse_divergence(run, run.done - 1, record))
     samplers: Record = {}
     for run in runs:
         sampler = await run.trainer.snapshot(f"{run.key}-final-{PROCESS}")
@@ -34,7 +37,7 @@ async def train(state: State) -> Decided:
     )
 
 
-def refuse_divergence(run: ArmRun, record: Record) -> None:
+def refuse_divergence(run: ArmRun, step: int, record: Record) -> None:
     """PhaseStopped when the step's mean |teacher - student| passes the upper bound of its gate: no tuning."""
     for check in run.state.exp.activation_gate.checks:
         value = record["metrics"].get(check.metric)
@@ -42,11 +45,11 @@ def refuse_divergence(run: ArmRun, record: Record) -> None:
             continue
         result = check_gate(check, float(value))
         if not result.passed and not float(value) <= check.max:
-            raise PhaseStopped(_divergence(run, result))
+            raise PhaseStopped(_divergence(run, step, result))
 
 
-def _divergence(run: ArmRun, result: GateResult) -> Decided:
-    what = f"training stopped: arm {run.arm.name} at step {run.done - 1}, {result.sentence()}"
+def _divergence(run: ArmRun, step: int, result: GateResult) -> Decided:
+    what = f"training stopped: arm {run.arm.name} at step {step}, {result.sentence()}"
     run.state.deviation(PHASE, "divergence", what)
     why = "a mean |advantage| over its gate is divergence: stop and record, no tuning"
     return Decided(what, why, {"measured": run.measured()}, run.state.journal.files(PHASE))

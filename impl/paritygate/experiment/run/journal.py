@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -47,10 +48,10 @@ class Journal:
         return json.loads(path.read_bytes()) if path.is_file() else None
 
     def units(self, prefix: str = "") -> list[str]:
-        """The names of the committed units that start with `prefix`, sorted."""
+        """The names of the committed units that start with `prefix`, numbers in them in the order of their values."""
         root = self.directory / "units"
         names = (str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.json"))
-        return sorted(name for name in names if name.startswith(prefix))
+        return sorted((name for name in names if name.startswith(prefix)), key=by_number)
 
     def files(self, prefix: str) -> list[str]:
         """The same units as paths relative to the run directory."""
@@ -68,6 +69,11 @@ class Journal:
 
     def _path(self, unit: str) -> Path:
         return self.directory / "units" / f"{unit}.json"
+
+
+def by_number(name: str) -> list[tuple[int, str]]:
+    """A key to sort names by: step-1000 comes after step-999, not after step-100."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def finite(value: Any) -> Any:
@@ -112,6 +118,10 @@ class Timings:
     def entries(self, phase: str | None = None) -> list[Record]:
         """The whole entries so far, of one phase or of all."""
         return [entry for entry in read_lines(self.path) if phase in (None, entry["phase"])]
+
+    def append(self, phase: str, **what: Any) -> None:
+        """One more entry."""
+        append_line(self.path, {"phase": phase, **what})
 
     @contextmanager
     def measure(self, phase: str, **what: Any) -> Generator[Record]:

@@ -1,6 +1,8 @@
 """The page and the receipt of a run, finished or stopped: written last, over every file of its directory."""
 
-from paritygate.experiment.run.journal import Record
+import dataclasses
+
+from paritygate.experiment.run.journal import Record, read_lines
 from paritygate.experiment.run.state import State
 
 
@@ -28,22 +30,53 @@ def write_receipt(state: State) -> None:
 
 
 def dependencies(state: State) -> list[Record]:
-    """What the results depend on besides this tree, as in-toto resource descriptors."""
-    from paritygate.spec.pins import COOKBOOK
+    """What the results depend on besides this tree, as in-toto resource descriptors; models as the service reports."""
+    from paritygate.spec.pins import COOKBOOK, TREE_REFERENCE
 
-    service = state.facts("service_preflight")
-    data = state.source.provenance
-    asked = service.get("asked_for", {})
+    service, exp = state.facts("service_preflight"), state.exp
+    probe = service.get("probe", {})
+    restoration = state.facts("restoration_preflight")
+    reported = {key: probe.get(key, {}) for key in ("base_model", "lora_rank")}
+    adam = {"passed": restoration.get("adam", {}), "read_back": restoration.get("adam_read_back", "not asked")}
     described: list[Record] = [
-        {"name": "tau-bench retail", "annotations": data},
+        {
+            "name": "tau-bench retail",
+            "annotations": state.source.provenance | {"environment": state.options.environment},
+        },
         {
             "name": COOKBOOK.source,
             "uri": f"pkg:pypi/{COOKBOOK.revision.replace('==', '@')}",
             "digest": {"sha256": str(COOKBOOK.sha256)},
         },
+        {"name": TREE_REFERENCE, "digest": {"sha256": reference_digest(state)}},
         {"name": "tinker SDK", "annotations": {"version": service.get("sdk")}},
         {"name": "service", "annotations": {"endpoint": service.get("endpoint"), "models": service.get("models", [])}},
-        {"name": "tokenizer", "annotations": service.get("tokenizer", {})},
+        {"name": "base model", "annotations": {"model": exp.base_model, "reported": reported, "adam": adam}},
+        {"name": "user simulator", "annotations": dataclasses.asdict(exp.protocol.user)},
+        {"name": "judge", "annotations": dataclasses.asdict(exp.protocol.judge) | {"judged": judged(state)}},
     ]
-    described += [{"name": role, "annotations": {"model": name}} for role, name in asked.items() if name]
+    for model, tokenizer in service.get("tokenizers", {}).items():
+        what = {"model": model, "of": tokenizer["of"]}
+        described.append(
+            {"name": f"tokenizer of {model}", "digest": {"sha256": tokenizer["sha256"]}, "annotations": what}
+        )
     return described
+
+
+def reference_digest(state: State) -> str:
+    """sha256 of {path: sha256} of every file under reference/, as parity was shown for: what `tree:reference` means."""
+    from paritygate.receipts import digest, read_parity_receipt
+
+    [parity] = state.directory.glob("parity-*.json")
+    subjects = read_parity_receipt(parity).subjects
+    return digest({name: sha256 for name, sha256 in subjects.items() if name.startswith("reference/")})
+
+
+def judged(state: State) -> Record:
+    """How many items were evaluated, and of how many the judge's answer was parsed, in the end and at first."""
+    items = read_lines(state.directory / "items.jsonl")
+    return {
+        "items": len(items),
+        "parsed": sum(item["composite"] is not None for item in items),
+        "parsed_at_first": sum(bool(item["judge_first_try_parsed"]) for item in items),
+    }

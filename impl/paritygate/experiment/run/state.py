@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paritygate.errors import BackendError
+from paritygate.experiment.run.budget import Account
 from paritygate.experiment.run.environment import load_source
 from paritygate.experiment.run.journal import Journal, Record, Timings, append_line, drop_torn_tail, read_lines
 from paritygate.experiment.run.options import Options, Settings
@@ -39,11 +40,23 @@ class State:
             drop_torn_tail(directory / name)
         self.journal = Journal(directory)
         self.timings = Timings(directory / TIMINGS)
+        self.account = Account(self.timings, exp.budget)
+        self._grant_budget()
         self._connection, self._phase = AsyncExitStack(), AsyncExitStack()
         self._connecting = asyncio.Lock()
         self._services: list[Backend] = []
         self._sessions: dict[int, Backend] = {}
         self._policy: Sampler | None = None
+
+    def _grant_budget(self) -> None:
+        """A run that is resumed with its budget spent may use as much again: that is recorded, each time."""
+        granted = [line for line in read_lines(self.directory / DEVIATIONS) if line["kind"] == "over_budget"]
+        self.account.grants += len(granted)
+        self.account.gpus = int(self.facts("service_preflight").get("endpoint", "embedded") != "embedded")
+        exceeded = self.account.exceeded()
+        if exceeded is not None:
+            self.deviation("run", "over_budget", f"{exceeded}; the run was resumed nevertheless")
+            self.account.grants += 1
 
     async def backend(self, arm: int = 0) -> "Backend":
         """The phase's own session at the service: TINKER_BASE_URL where it is set, else the embedded server.
@@ -78,6 +91,7 @@ class State:
             )
         )
         self._services.append(service)
+        self.account.gpus = 0 if service.embedded else 1
         where = "the embedded server" if service.embedded else "the service"
         self.progress.line(f"      using {where} at {service.endpoint}")
 

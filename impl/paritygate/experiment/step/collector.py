@@ -43,6 +43,7 @@ class Collector:
         user: Partner | None,
         judge: Partner | None,
         teacher_limit: int,
+        policy_tokenizer: Any = None,
     ) -> None:
         self.state = state
         self.exp = state.exp
@@ -51,6 +52,7 @@ class Collector:
         self.renderer = policy_renderer
         self.context = prompt.context(self.exp.protocol.context.kind, source.wiki, source.tools)
         self.teacher_limit = teacher_limit
+        self.policy_tokenizer = policy_tokenizer
         self._user = user
         self._judge = judge
 
@@ -70,7 +72,16 @@ class Collector:
             sampler = await backend.sampling(base_model=name)
             partners[role] = Partner(sampler, renderer.load("auto", sampler.tokenizer, model=name))
         limit = backend.context_lengths.get(exp.base_model, exp.max_seq_len)
-        return cls(state, settings, state.source, policy_renderer, partners["user"], partners["judge"], limit)
+        return cls(
+            state, settings, state.source, policy_renderer, partners["user"], partners["judge"], limit, policy.tokenizer
+        )
+
+    def tokenizers(self) -> dict[str, Any]:
+        """The tokenizer of every model that this experiment samples from, by its name."""
+        names = {"user": self.exp.protocol.user.model, "judge": self.exp.protocol.judge.model}
+        partners = {"user": self._user, "judge": self._judge}
+        served = {str(names[role]): p.sampler.tokenizer for role, p in partners.items() if p is not None}
+        return {self.exp.base_model: self.policy_tokenizer, **served}
 
     def train_tasks(self) -> tuple[int, ...]:
         """The training tasks in their order, the same for every arm."""

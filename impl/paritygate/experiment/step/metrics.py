@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from paritygate.agent.rollouts import Group, Rollout, flat
+from paritygate.agent.turns import MALFORMED
 from paritygate.spec.rubric import DIMENSIONS
 
 QUANTILES = ("abs_advantage_p50", "abs_advantage_p90", "abs_advantage_p99", "abs_advantage_max")
+FAILED = ("Error", "Unknown action")  # how an observation of the retail tools begins that did nothing
 TEACHER_COUNTS = ("teacher_with_sibling", "teacher_shortened", "teacher_told_unsuccessful")
 
 
@@ -29,7 +31,7 @@ def tally(groups: Sequence[Group]) -> dict[str, float]:
         "groups": len(groups),
         "groups_with_variance": sum(_varies(group.composites()) for group in groups),
         "groups_with_mixed_reward": sum(_varies([r.trajectory.reward for r in group.rollouts]) for group in groups),
-        "judge_calls": len(rollouts),
+        "judge_calls": sum(rollout.judged.tries > 0 for rollout in rollouts),  # none for an episode that was spoilt
         "judge_parsed_first": sum(rollout.judged.first_try_parsed for rollout in rollouts),
         "judge_parsed": sum(rollout.judged.judgement is not None for rollout in rollouts),
     }
@@ -87,12 +89,27 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "composite_rubric_score": _mean([judgement.composite for judgement in judged]),
         **{name: _mean([getattr(judgement, name) for judgement in judged]) for name in DIMENSIONS},
         "tau_bench_task_reward": _mean([t.reward for t in trajectories]),
-        "judge_parse_final_rate": _mean([float(r.judged.judgement is not None) for r in rollouts]),
+        "judge_parse_final_rate": _mean([float(r.judged.judgement is not None) for r in rollouts if r.judged.tries]),
+        **tool_calls(rollouts),
         "assistant_tokens": _mean([float(sum(t.mask)) for t in trajectories]),
         "tokens": _mean([float(len(t.tokens)) for t in trajectories]),
         "turns": _mean([float(t.turns) for t in trajectories]),
         "ended_by": dict(sorted(Counter(t.ended_by for t in trajectories).items())),
         "left_their_group": sum(rollout.composite is None for rollout in rollouts),
+    }
+
+
+def tool_calls(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """How many tool calls were attempted, could not be read as calls, or were answered with an error; and the rates."""
+    results = [str(m["content"]) for r in rollouts for m in r.trajectory.messages if m["role"] == "tool"]
+    malformed = sum(result.startswith(MALFORMED) for result in results)
+    failed = sum(result.startswith(FAILED) for result in results) - malformed
+    return {
+        "tool_calls": len(results),
+        "malformed_tool_calls": malformed,
+        "failed_tool_calls": failed,
+        "malformed_tool_call_rate": malformed / len(results) if results else None,
+        "failed_tool_call_rate": failed / len(results) if results else None,
     }
 
 

@@ -14,8 +14,9 @@ async def advance(
     steps: int,
     collector: Collector,
     after: Callable[[ArmRun, Record], None] = lambda run, record: None,
+    before: Callable[[], None] = lambda: None,
 ) -> None:
-    """Take all runs to `steps` committed steps; `after` sees every committed step.
+    """Take all runs to `steps` committed steps; `after` sees every committed step, `before` may refuse the next one.
 
     The first failure is raised once all arms have ended that step; the arms before it are committed, no others.
     """
@@ -23,11 +24,16 @@ async def advance(
     per_step = collector.exp.protocol.rollout.tasks_per_step
     for step in range(steps):
         due = [run for run in runs if run.done == step]
+        if not due:
+            continue
+        collector.state.account.check()
+        before()
         tasks_of_step = [tasks[place % len(tasks)] for place in range(step * per_step, (step + 1) * per_step)]
         collector.state.progress.update(f"step {step + 1} of {steps}")
         records = await asyncio.gather(
             *(training_step(run, tasks_of_step, collector) for run in due), return_exceptions=True
         )
+        collector.state.account.settle(due[0].variant)
         for run, record in zip(due, records, strict=True):
             if isinstance(record, BaseException):
                 raise record

@@ -4,7 +4,8 @@ Everything is sampled and scored with the weights that the step begins with. Not
 the record that this returns: after a kill the last committed state is loaded and the step is taken again from there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 from paritygate.agent.rollouts import Group, flat
 from paritygate.backend import FwdBwd, Sampler
@@ -75,10 +76,22 @@ async def forward_backward(run: ArmRun, batch: StepBatch, sampler: Sampler) -> F
         if index is None:
             raise
         scored = tuple(value or 0.0 for value in await sampler.score(batch.datums[index].tokens))[1:]
-        refuse_nonfinite(stopped(run), batch.only(index), FwdBwd(float("nan"), (scored,), {}))
-        raise GateStopped(f"{stopped(run)} {error}") from None
-    refuse_nonfinite(stopped(run), batch, output)
+        with recorded(run):
+            refuse_nonfinite(stopped(run), batch.only(index), FwdBwd(float("nan"), (scored,), {}))
+            raise GateStopped(f"{stopped(run)} {error}") from None
+    with recorded(run):
+        refuse_nonfinite(stopped(run), batch, output)
     return output
+
+
+@contextmanager
+def recorded(run: ArmRun) -> Generator[None]:
+    """A loss that is not finite stops the run, and is a deviation from the experiment as it was asked for."""
+    try:
+        yield
+    except GateStopped as stop:
+        run.state.deviation(run.phase, "not_finite", str(stop))
+        raise
 
 
 def stopped(run: ArmRun) -> str:

@@ -1,15 +1,13 @@
 """The correctness preflight: parity green for this tree, both advantage paths against recorded numbers and a model."""
 
-import asyncio
-import os
-
 from paritygate.errors import Refused
 from paritygate.experiment.correctness import paths
 from paritygate.experiment.correctness.comparison import Comparison
+from paritygate.experiment.correctness.parity import is_full_run, show_parity
 from paritygate.experiment.run.journal import Record
 from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.state import State
-from paritygate.receipts import ParityReceipt, canonical, guard, write_atomic
+from paritygate.receipts import ParityReceipt, canonical, write_atomic
 
 EXPECTED = {"grpo_via_new_advantage_path", "sdpo_token_advantage"}
 
@@ -31,32 +29,18 @@ async def correctness_preflight(state: State) -> Decided:
         raise Refused(f"correctness preflight, {failed[0].sentence()}; the run does not start.")
     facts: Record = {
         "parity": receipt.sha256,
+        "full_run": is_full_run(),  # whether parity was shown again, not only its receipt read
         "obligations": _covered(receipt, state.exp.losses),
         "comparisons": [comparison.to_json() for comparison in comparisons],
         "cookbook": "live and recorded"
         if paths.cookbook_installed()
-        else "recorded numbers (tinker-cookbook is not installed)",
+        else "recorded numbers (the pinned tinker-cookbook is not installed)",
     }
     return Decided(
         f"parity holds for {', '.join(state.exp.losses)}; {len(comparisons)} comparisons on both paths pass",
         f"{receipt.path.name} fits this tree; losses and gradients agree; cookbook: {facts['cookbook']}",
         facts,
         [receipt.path.name],
-    )
-
-
-async def show_parity(state: State) -> ParityReceipt:
-    """The guard: for a run against a service parity is shown again by a pytest subprocess, else its receipt is read."""
-    options = state.options
-    full_run = bool(os.environ.get("TINKER_BASE_URL"))
-    return await asyncio.to_thread(
-        guard,
-        options.root,
-        state.exp.losses,
-        options.device,
-        full_run=full_run,
-        trust_receipt=options.trust_receipt,
-        say=state.progress.line,
     )
 
 

@@ -10,6 +10,7 @@ from paritygate.experiment.run.state import State
 from paritygate.experiment.step.arm_run import fresh_trainer
 from paritygate.experiment.step.collector import Collector
 
+PHASE = "restoration_preflight"
 SEQUENCES = 2  # of the fixed batch
 LONGEST = 256  # tokens of each
 
@@ -17,51 +18,88 @@ Rows = tuple[tuple[float, ...], ...]
 
 
 async def restoration_preflight(state: State) -> Decided:
-    """PhaseStopped unless fresh clients of all arms agree, bit for bit, before and after one throw-away update.
+    """PhaseStopped unless fresh clients of all arms agree before and after one identical throw-away update.
 
     Before any update LoRA's B is 0, so the first comparison alone cannot see another A: hence the second, on a second
-    set of clients.
+    set of clients. A service that does not repeat its bits is compared within a multiple of its noise floor: what the
+    very same client returns when it is asked twice, and, after the update, what a second client of the same arm does.
     """
     collector = await Collector.of(state, state.settings())
     batch = fixed_batch(collector)
     before: dict[str, Rows] = {}
     after: dict[str, Rows] = {}
+    floor_before = floor_after = 0.0
     for arm in state.exp.arms:
-        before[arm.name] = (await (await fresh_trainer(state, arm)).forward(batch, "cross_entropy")).logprobs
-        after[arm.name] = await updated(state, await fresh_trainer(state, arm), batch)
+        client = await fresh_trainer(state, arm)
+        before[arm.name] = (await client.forward(batch, "cross_entropy")).logprobs
+        floor_before = max(floor_before, await repeated(client, batch, before[arm.name]))
+        client = await fresh_trainer(state, arm)
+        after[arm.name] = await updated(state, client, batch)
+        floor_after = max(floor_after, await repeated(client, batch, after[arm.name]))
+    moved = largest_difference([next(iter(before.values())), next(iter(after.values()))])
+    if floor_after:  # gradients do not repeat either: the same arm once more, from its start
+        again = await updated(state, await fresh_trainer(state, state.exp.arms[0]), batch)
+        floor_after = max(floor_after, largest_difference([next(iter(after.values())), again]))
     facts: Record = {
         "tokens": sum(len(datum.tokens) for datum in batch),
         "largest_difference_before": largest_difference(list(before.values())),
         "largest_difference_after": largest_difference(list(after.values())),
-        "moved_by_the_update": largest_difference([next(iter(before.values())), next(iter(after.values()))]),
+        "moved_by_the_update": moved,
+        "noise_floor_before": floor_before,
+        "noise_floor_after": floor_after,
         "adam": {"beta1": state.exp.adam.beta1, "beta2": state.exp.adam.beta2, "eps": state.exp.adam.eps},
         "adam_read_back": "unverified: the service has no call that tells the optimizer's settings",
     }
-    if facts["largest_difference_before"] or facts["largest_difference_after"]:
-        raise PhaseStopped(
-            Decided(
-                "the arms do not start from the same state: logprobs of the fixed batch differ by "
-                f"{facts['largest_difference_before']:g} before any update and by "
-                f"{facts['largest_difference_after']:g} after one identical update",
-                "paired arms must differ in nothing but the advantage",
-                facts,
-            )
-        )
-    if not facts["moved_by_the_update"]:
-        raise PhaseStopped(
-            Decided("the throw-away update moved no logprob of the fixed batch", "the service does not train", facts)
-        )
+    refuse_unequal(state, facts)
+    exact = not (floor_before or floor_after)
+    how = "bit for bit" if exact else f"within {state.exp.protocol.noise.multiple:g} times the service's noise"
     return Decided(
-        f"fresh clients of {', '.join(before)} agree bit for bit before and after one identical update",
-        f"{facts['tokens']} tokens compared; the update moved one by up to {facts['moved_by_the_update']:.3g} nats",
+        f"fresh clients of {', '.join(before)} agree {how} before and after one identical update",
+        f"{facts['tokens']} tokens compared; the update moved one by up to {moved:.3g} nats, the noise floor is "
+        f"{max(floor_before, floor_after):.3g}",
         facts,
     )
 
 
+def refuse_unequal(state: State, facts: Record) -> None:
+    """PhaseStopped where the arms differ by more than noise, where noise drowns everything, or nothing was trained."""
+    noise = state.exp.protocol.noise
+    floors = {when: facts[f"noise_floor_{when}"] for when in ("before", "after")}
+    if not max(floors.values()) <= noise.at_most:
+        what = (
+            f"the same client asked twice differs by {max(floors.values()):g} nats a token, {noise.at_most:g} are "
+            "allowed (protocol.noise.at_most): nothing smaller could be told from noise"
+        )
+        raise PhaseStopped(Decided(what, "paired arms cannot be compared through that much noise", facts))
+    if any(not facts[f"largest_difference_{when}"] <= noise.multiple * floor for when, floor in floors.items()):
+        what = (
+            "the arms do not start from the same state: logprobs of the fixed batch differ by "
+            f"{facts['largest_difference_before']:g} before any update and by {facts['largest_difference_after']:g} "
+            f"after one identical update, where the noise floor is {floors['before']:g} and {floors['after']:g}"
+        )
+        raise PhaseStopped(Decided(what, "paired arms must differ in nothing but the advantage", facts))
+    if not facts["moved_by_the_update"]:
+        what = "the throw-away update moved no logprob of the fixed batch"
+        raise PhaseStopped(Decided(what, "the service does not train", facts))
+    if facts["moved_by_the_update"] <= noise.multiple * floors["after"]:
+        what = (
+            f"one update moves a logprob by {facts['moved_by_the_update']:.3g} nats, no more than the service's noise "
+            f"({floors['after']:.3g}): whether the arms' LoRA starts equal cannot be seen"
+        )
+        state.deviation(PHASE, "restoration_unresolved", what)
+
+
 def fixed_batch(collector: Collector) -> list[Datum]:
-    """The openings of the first training tasks, cut, every token but the first weighted 1."""
-    sequences = [collector.opening_tokens(task)[-LONGEST:] for task in collector.train_tasks()[:SEQUENCES]]
+    """The ends of the gold episodes of the first training tasks: assistant turns, calls and results; all weighted 1."""
+    split = collector.exp.protocol.train.split
+    episodes = [collector.gold(split, task) for task in collector.train_tasks()[:SEQUENCES]]
+    sequences = [list(episode.tokens[-LONGEST:]) for episode in episodes]
     return [cross_entropy_datum(tokens, [0.0] + [1.0] * (len(tokens) - 1)) for tokens in sequences]
+
+
+async def repeated(client: Trainer, batch: Sequence[Datum], first: Rows) -> float:
+    """The largest |difference| in nats between `first` and the same batch through the same client once more."""
+    return largest_difference([first, (await client.forward(batch, "cross_entropy")).logprobs])
 
 
 async def updated(state: State, trainer: Trainer, batch: Sequence[Datum]) -> Rows:

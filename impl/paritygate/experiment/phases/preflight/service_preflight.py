@@ -5,9 +5,11 @@ import importlib.metadata
 from paritygate.agent.rollouts import flat
 from paritygate.backend import Trainer
 from paritygate.errors import BackendError
+from paritygate.experiment.correctness.parity import show_parity_of_a_resumed_run
 from paritygate.experiment.run.journal import Record
 from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.state import State, require_model
+from paritygate.experiment.run.tokenizers import tokenizer_digest
 from paritygate.experiment.run.trajectories import write_trajectories
 from paritygate.experiment.step.batch import make_batch
 from paritygate.experiment.step.collector import Collector
@@ -19,6 +21,7 @@ PHASE = "service_preflight"
 
 async def service_preflight(state: State) -> Decided:
     """Names and versions as reported, then the single-trajectory probe, timed; raises BackendError (exit 5)."""
+    shown_again = await show_parity_of_a_resumed_run(state)
     backend = await state.backend()
     wanted = {"base model": state.exp.base_model, "user simulator": state.model_name("user")}
     wanted["judge"] = state.model_name("judge")
@@ -31,8 +34,10 @@ async def service_preflight(state: State) -> Decided:
         "context_lengths": dict(backend.context_lengths),
         "asked_for": wanted,
         "sdk": importlib.metadata.version("tinker"),
+        "parity_shown_again": shown_again,
     }
     collector = await Collector.of(state, state.settings())
+    facts["tokenizers"] = {name: tokenizer_digest(tokenizer) for name, tokenizer in collector.tokenizers().items()}
     facts["prompt_tokens"] = len(collector.opening_tokens(collector.train_tasks()[0]))
     path = await _probe(state, collector, facts)
     what = "the embedded server" if backend.embedded else backend.endpoint
@@ -58,6 +63,11 @@ async def _probe(state: State, collector: Collector, facts: Record) -> str:
     [rollout] = flat(groups)
     if not rollout.trajectory.trains:
         raise BackendError("the probe's episode was spoilt: the user simulator gave no usable reply in all its tries.")
+    for name, trainer in trainers.items():
+        if trainer.rank not in (None, state.exp.lora_rank):
+            raise BackendError(
+                f"the service made {name} a LoRA of rank {trainer.rank}, asked was {state.exp.lora_rank}."
+            )
     for arm in state.exp.arms:
         state.progress.update(f"training with {arm.name}")
         with measure(PHASE, what="forward_backward", arm=arm.name):
@@ -68,6 +78,7 @@ async def _probe(state: State, collector: Collector, facts: Record) -> str:
             await trainers[arm.name].optim_step(arm.lr, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps)
     facts["probe"] = {
         "base_model": {name: trainer.base_model for name, trainer in trainers.items()},
+        "lora_rank": {name: trainer.rank for name, trainer in trainers.items()},
         "tokens": len(rollout.trajectory.tokens),
         "turns": rollout.trajectory.turns,
         "ended_by": rollout.trajectory.ended_by,
