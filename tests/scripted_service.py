@@ -79,6 +79,7 @@ class ScriptedService:
         self.context_lengths = {POLICY: self.script.context_length}
         self.saved: dict[str, int] = {}
         self.samples: list[dict[str, Any]] = []
+        self.scores: list[dict[str, Any]] = []
         self.updates: list[dict[str, Any]] = []
         self.clients = 0
         self.passes = 0
@@ -229,6 +230,7 @@ class ScriptedSampler:
         return [Sample(tuple(chosen), tuple(self.service.observed(scored[len(tokens) :])), ended)]
 
     async def score(self, tokens: Sequence[int]) -> list[float | None]:
+        self.service.scores.append({"model": self.model, "path": self.path, "tokens": list(tokens)})
         async with self.service.call():
             return [None, *self.service.observed(logprobs_of(self.weights, tokens, self._scale())[1:])]
 

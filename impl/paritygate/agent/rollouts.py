@@ -62,6 +62,7 @@ class Rollout:
             **{field.name: getattr(self.trajectory, field.name) for field in dataclasses.fields(self.trajectory)},
             "judgement": None if judgement is None else dataclasses.asdict(judgement) | {"composite": self.composite},
             "judge_tries": self.judged.tries,
+            "judge_answers": [dataclasses.asdict(answer) for answer in self.judged.answers],
             "judge_first_try_parsed": self.judged.first_try_parsed,
             "teacher": None if self.teacher is None else self.teacher.to_json(),
         }

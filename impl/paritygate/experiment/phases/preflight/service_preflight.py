@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-from paritygate.agent.rollouts import flat
+from paritygate.agent.rollouts import Rollout, flat
 from paritygate.backend import Trainer
 from paritygate.errors import BackendError
 from paritygate.experiment.correctness.parity import show_parity_of_a_resumed_run
@@ -63,6 +63,7 @@ async def _probe(state: State, collector: Collector, facts: Record) -> str:
     [rollout] = flat(groups)
     if not rollout.trajectory.trains:
         raise BackendError("the probe's episode was spoilt: the user simulator gave no usable reply in all its tries.")
+    refuse_unjudged(rollout)
     for name, trainer in trainers.items():
         if trainer.rank not in (None, state.exp.lora_rank):
             raise BackendError(
@@ -85,6 +86,18 @@ async def _probe(state: State, collector: Collector, facts: Record) -> str:
         "judged": rollout.judged.judgement is not None,
     }
     return write_trajectories(state.directory, PHASE, [rollout])
+
+
+def refuse_unjudged(rollout: Rollout) -> None:
+    """BackendError with the judge's last answer where none of its tries at the probe's episode could be read."""
+    if rollout.judged.judgement is None:
+        answers = rollout.judged.answers
+        last = (
+            f"; the last ({answers[-1].stop_reason}, {answers[-1].error}): {answers[-1].text[-400:]!r}"
+            if answers
+            else ""
+        )
+        raise BackendError(f"the judge gave no readable judgement of the probe in {rollout.judged.tries} tries{last}.")
 
 
 async def new_client(state: State, arm: Arm) -> Trainer:

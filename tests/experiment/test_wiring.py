@@ -1,0 +1,203 @@
+"""Is it the right experiment? Every request of a small run as a table, against the one that the protocol implies.
+
+A request is (weights, seed, temperature, prompt): whose weights were sampled, with which seed, for which task and
+purpose. What the protocol implies is written out here from the spec, the seed rule and the benchmark's own tasks.
+"""
+
+import asyncio
+import dataclasses
+import re
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paritygate import retail
+from paritygate.agent import prompt, renderer
+from paritygate.agent.judge import DIMENSIONS, Judged, Judgement
+from paritygate.agent.rollouts import Rollout
+from paritygate.agent.seeds import derive
+from paritygate.agent.trajectory import Trajectory
+from paritygate.backend.vocabulary import offline
+from paritygate.experiment.run.journal import read_lines
+from paritygate.experiment.run.options import Options, Settings
+from paritygate.experiment.step.collector import Collector
+from paritygate.spec import load
+from paritygate.spec.schema import spec_folder
+from tests.experiment.scaled_spec import brief
+from tests.scripted_service import JUDGE, POLICY, USER, ScriptedService
+
+ARMS = ("grpo", "sdpo_token")
+STEPS, ROLLOUTS, ITEMS = 2, 2, 2
+
+
+def test_every_request_is_the_one_that_the_protocol_implies(
+    lean: None, run_spec: Any, scripted: Any, tmp_path: Path
+) -> None:
+    """One run of two steps of two tasks, two rollouts each, held to the spec request by request."""
+    service = scripted(ScriptedService())
+    run_spec(brief(STEPS, ITEMS))
+    check_policy(service, tmp_path / "run")
+    check_weights(service)
+    check_partners(service, tmp_path / "run")
+    check_teacher(service, tmp_path / "run")
+
+
+def trajectories(run: Path, name: str) -> list[dict[str, Any]]:
+    return read_lines(run / "trajectories" / f"{name}.jsonl")
+
+
+def purpose(path: str | None) -> str:
+    """What saved weights are for, from the name under which the run saved them: PHASE-ARM-STEP, without the process."""
+    return re.sub(r"-[0-9a-f]{8}$", "", str(path).rsplit("/", 1)[-1])
+
+
+def agent_seeds(episode: int, turns: int) -> list[int]:
+    return [derive(episode, "agent", turn) for turn in range(turns)]
+
+
+def check_policy(service: ScriptedService, folder: Path) -> None:
+    """(weights, temperature, seed) of every sampled turn: this step's weights, a seed of purpose, task, rollout."""
+    asked = Counter(
+        (purpose(s["path"]), s["temperature"], s["seed"])
+        for s in service.samples
+        if s["model"] == POLICY and purpose(s["path"]).startswith("train-")
+    )
+    order = load(folder / "spec.json").protocol.train.indices(500)
+    implied: Counter[tuple[str, float, int]] = Counter()
+    for arm in ARMS:
+        for step in range(STEPS):
+            rows = trajectories(folder, f"train-{arm}-{step:03d}")
+            wanted = [(task, r) for task in order[2 * step : 2 * step + 2] for r in range(ROLLOUTS)]
+            assert [(row["split"], row["task_index"], row["rollout"]) for row in rows] == [
+                ("train", *w) for w in wanted
+            ]
+            for (task, rollout), row in zip(wanted, rows, strict=True):
+                episode = derive(derive(0, "train", step), task, rollout)
+                implied.update((f"train-{arm}-{step}", 1.0, seed) for seed in agent_seeds(episode, row["turns"]))
+        for task in range(ITEMS):
+            [row] = trajectories(folder, f"evaluate-{arm}-{task:04d}-0")
+            assert (row["split"], row["task_index"]) == ("test", task)
+            episode = derive(0, "evaluate", task, 0, 0)
+            implied.update((f"train-{arm}-final", 0.0, seed) for seed in agent_seeds(episode, row["turns"]))
+    assert asked == implied
+    assert max(Counter(seed for _, _, seed in implied).values()) == len(ARMS)  # arms share seeds, nothing else does
+
+
+def check_weights(service: ScriptedService) -> None:
+    """What is evaluated are the weights after the last step; the arms begin equal and part at the first."""
+    for arm in ARMS:
+        [final] = [path for path in service.saved if purpose(path) == f"train-{arm}-final"]
+        [last] = [path for path in service.saved if purpose(path) == f"train-{arm}-{STEPS}"]
+        [first] = [path for path in service.saved if purpose(path) == f"train-{arm}-0"]
+        assert service.saved[final] == service.saved[last] != service.saved[first]
+    states = {purpose(path): weights for path, weights in service.saved.items()}
+    assert states["train-grpo-0"] == states["train-sdpo_token-0"]
+    assert states["train-grpo-1"] != states["train-sdpo_token-1"]
+
+
+def check_partners(service: ScriptedService, folder: Path) -> None:
+    """User and judge of an evaluated task have the same seeds in both arms, and in nothing else of the run."""
+    users = Counter(s["seed"] for s in service.samples if s["model"] == USER)
+    judges = Counter(s["seed"] for s in service.samples if s["model"] == JUDGE)
+    for task in range(ITEMS):
+        episode = derive(0, "evaluate", task, 0, 0)
+        replies = {derive(derive(episode, "simulator"), "user", turn, 0) for turn in range(20)} & users.keys()
+        assert replies
+        assert {users[seed] for seed in replies} == {len(ARMS)}
+        assert judges[derive(0, "judge", "test", task, 0, episode, 0)] == len(ARMS)
+    for arm in ARMS:
+        rows = [row for step in range(STEPS) for row in trajectories(folder, f"train-{arm}-{step:03d}")]
+        seeds = [derive(0, "judge", "train", row["task_index"], row["rollout"], row["seed"], 0) for row in rows]
+        assert len(set(seeds)) == len(rows) == STEPS * 2 * ROLLOUTS
+        assert all(judges[seed] == len(ARMS) for seed in seeds)
+
+
+def check_teacher(service: ScriptedService, folder: Path) -> None:
+    """Each SDPO rollout is scored once a step: by the sampler that it came from, under its own judge's rationales."""
+    spec = load(folder / "spec.json")
+    tokenizer = offline(POLICY)
+    for step in range(STEPS):
+        scored = [s for s in service.scores if purpose(s["path"]) == f"train-sdpo_token-{step}"]
+        rows = trajectories(folder, f"train-sdpo_token-{step:03d}")
+        assert len(scored) == len(rows)
+        by_ending = {tuple(s["tokens"]): tokenizer.decode(s["tokens"]) for s in scored}
+        for row in rows:
+            rest = tuple(row["tokens"][row["prompt_length"] :])
+            [text] = [text for tokens, text in by_ending.items() if tokens[-len(rest) :] == rest]
+            assert all(rationale in text for rationale in row["judgement"]["rationale"].values())
+            assert "Correctly solve the original question." in text
+            group = [r for r in rows if r["task_index"] == row["task_index"]]
+            others = [r["judgement"]["composite"] for r in group if r["rollout"] != row["rollout"]]
+            best = max(others) >= spec.protocol.advantage.sibling_threshold
+            assert ("Correct solution:" in text) is best is (row["teacher"]["sibling"] is not None)
+    assert not [s for s in service.scores if purpose(s["path"]).startswith("train-grpo")]
+
+
+# What of the spec reaches the teacher ---------------------------------------------------------------------------------
+
+
+class Scorer:
+    """Remembers what it scores."""
+
+    def __init__(self) -> None:
+        self.scored: list[list[int]] = []
+
+    async def score(self, tokens: Any) -> list[float | None]:
+        self.scored.append(list(tokens))
+        return [None, *([-1.0] * (len(tokens) - 1))]
+
+
+def taught(tau_bench_dir: Path, composites: list[float], index: int, reward: float = 0.0, **advantage: Any) -> Any:
+    """(teacher scores, text of what was scored) of rollout `index` of a group with these composites."""
+    exp = load(spec_folder() / "sdpo.json")
+    protocol = dataclasses.replace(
+        exp.protocol,
+        advantage=dataclasses.replace(exp.protocol.advantage, **advantage),
+        context=dataclasses.replace(exp.protocol.context, kind="compact"),
+    )
+    state: Any = SimpleNamespace(exp=dataclasses.replace(exp, protocol=protocol), options=Options(Path()))
+    rendering, source = renderer.load("qwen3.5", offline(POLICY)), retail.load(tau_bench_dir)
+    collector = Collector(state, Settings(3, "current"), source, rendering, None, None, 10**6)
+    gold = collector.gold("train", 3)
+    assert prompt.context("compact", source.wiki, source.tools).system == collector.context.system
+    group = [
+        Rollout(
+            dataclasses.replace(gold, rollout=number, reward=reward),
+            Judged(Judgement(*[score] * 3, rationale={name: f"{name} of {number}" for name in DIMENSIONS}), 1, True),
+        )
+        for number, score in enumerate(composites)
+    ]
+    scorer: Any = Scorer()
+    scores = asyncio.run(collector.teach(scorer, index, group))
+    assert isinstance(group[index].trajectory, Trajectory)
+    return scores, offline(POLICY).decode(scorer.scored[0])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "sibling"),
+    [
+        ({}, 2),
+        ({"sibling_rule": "first"}, 1),
+        ({"sibling_threshold": 0.95}, 2),
+        ({"sibling_threshold": 1.0}, None),
+        ({"sibling_threshold": 0.875, "sibling_rule": "first"}, 1),  # exactly at the threshold
+    ],
+)
+def test_the_siblings_threshold_and_rule_are_the_specs(
+    tau_bench_dir: Path, advantage: dict[str, Any], sibling: int | None
+) -> None:
+    scores, text = taught(tau_bench_dir, [0.25, 0.875, 0.96875], 0, **advantage)
+    assert scores.sibling == sibling
+    assert ("Correct solution:" in text) is (sibling is not None)
+    assert "ungrounded_claims of 0" in text.replace("ungrounded claims: ", "")
+    assert "of 1" not in text.split("feedback from your")[1].split("Correctly solve")[0]
+
+
+@pytest.mark.parametrize(("wording", "reward", "told"), [(False, 1.0, True), (True, 1.0, False), (True, 0.0, True)])
+def test_the_wording_for_a_success_is_the_specs(tau_bench_dir: Path, wording: bool, reward: float, told: bool) -> None:
+    _, text = taught(tau_bench_dir, [0.5, 0.25], 0, reward=reward, success_wording=wording)
+    assert ("unsuccessful earlier attempt" in text) is told
+    assert ("feedback from your earlier attempt" in text) is not told
