@@ -46,9 +46,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedService], Scr
             return real("qwen3.5", offline(POLICY), **options)
         return real(name, tokenizer, model=model, **options)
 
+    async def met(*_: Any) -> None:
+        return None
+
     def use(service: ScriptedService) -> ScriptedService:
         monkeypatch.setattr("paritygate.backend.connect", service.connect)
         monkeypatch.setenv("TINKER_BASE_URL", service.endpoint)
+        monkeypatch.setattr("paritygate.backend.contact.first_contact", met)
         monkeypatch.setattr(renderer, "load", load_renderer)
         return service
 

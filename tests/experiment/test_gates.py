@@ -121,6 +121,8 @@ LONG = 2050  # tokens of a judge prompt: about 2,000 with twelve turns, 2,110 wi
         ({"max": 3.0}, 3.0, True),
         ({"min": 0.01, "max": 3.0}, float("nan"), False),
         ({"max": 3.0}, float("inf"), False),
+        ({"max": 3.0}, float("nan"), False),
+        ({}, float("nan"), False),
         ({"min": 0.5}, True, False),
         ({"min": 0.0}, None, False),
         ({"one_of": ("a",)}, "a", True),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paritygate import retail
-from paritygate.agent import prompt, renderer
+from paritygate.agent import renderer
 from paritygate.agent.judge import DIMENSIONS, Judged, Judgement
 from paritygate.agent.rollouts import Rollout
 from paritygate.agent.seeds import derive
@@ -150,8 +150,8 @@ class Scorer:
         return [None, *([-1.0] * (len(tokens) - 1))]
 
 
-def taught(tau_bench_dir: Path, composites: list[float], index: int, reward: float = 0.0, **advantage: Any) -> Any:
-    """(teacher scores, text of what was scored) of rollout `index` of a group with these composites."""
+def collector_of(tau_bench_dir: Path, **advantage: Any) -> Collector:
+    """Of spec/sdpo.json with a compact prompt and other keys of its advantage; nothing is served."""
     exp = load(spec_folder() / "sdpo.json")
     protocol = dataclasses.replace(
         exp.protocol,
@@ -160,9 +160,13 @@ def taught(tau_bench_dir: Path, composites: list[float], index: int, reward: flo
     )
     state: Any = SimpleNamespace(exp=dataclasses.replace(exp, protocol=protocol), options=Options(Path()))
     rendering, source = renderer.load("qwen3.5", offline(POLICY)), retail.load(tau_bench_dir)
-    collector = Collector(state, Settings(3, "current"), source, rendering, None, None, 10**6)
+    return Collector(state, Settings(3, "current"), source, rendering, None, None, 10**6)
+
+
+def taught(tau_bench_dir: Path, composites: list[float], index: int, reward: float = 0.0, **advantage: Any) -> Any:
+    """(teacher scores, text of what was scored) of rollout `index` of a group with these composites."""
+    collector = collector_of(tau_bench_dir, **advantage)
     gold = collector.gold("train", 3)
-    assert prompt.context("compact", source.wiki, source.tools).system == collector.context.system
     group = [
         Rollout(
             dataclasses.replace(gold, rollout=number, reward=reward),

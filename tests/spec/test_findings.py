@@ -47,6 +47,7 @@ def put(pointer: str, value: Any) -> Callable[[dict[str, Any]], None]:
 CONTRADICTIONS: list[tuple[str, Any, set[str]]] = [
     ("/steps", 19, {"/dataset/n_examples"}),
     ("/batch_size", 15, {"/batch_size"}),
+    ("/batch_size", 17, {"/batch_size"}),
     ("/dataset/n_examples", 81, {"/dataset/n_examples", "/protocol/train"}),
     ("/eval/n_examples", 61, {"/protocol/evaluation"}),
     ("/protocol/rollout/tasks_per_step", 5, {"/dataset/n_examples", "/batch_size"}),

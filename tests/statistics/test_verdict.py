@@ -1,6 +1,8 @@
 """The rule of the decision at its edges; what is missing is never imputed."""
 
+import dataclasses
 import json
+import math
 import random
 
 import pytest
@@ -55,12 +57,21 @@ def test_the_secondary_interval_shares_alpha_too():
         assert (result.betting_low, result.betting_high) == (alone.low, alone.high)
 
 
-def test_an_interval_that_touches_the_margin_is_not_above_it():
-    width = judge(rows("sdpo_token", 0.5, 0.5) + rows("grpo", 0.5, 0.5)).criteria[0].half_width
-    items = rows("sdpo_token", 0.03 + width, 1.0) + rows("grpo", 0.0, 0.0)
-    touching = judge(items).criteria[0]
-    assert touching.above == (touching.low > 0.03)
-    assert not touching.below
+@pytest.mark.parametrize("end", ["low", "high"])
+def test_an_interval_that_touches_the_margin_lies_on_neither_side_of_it(end: str):
+    """The margin is put exactly where the interval ends, then one float nearer: only then is all of it beyond."""
+    items = rows("sdpo_token", 0.75, 1.0) + rows("grpo", 0.25, 0.0)
+    edge = getattr(judge(items).criteria[0], end)
+
+    def at(margin: float) -> tuple[bool, bool]:
+        moved = dataclasses.replace(RULE.criteria[0], margin=margin)
+        rule = dataclasses.replace(RULE, criteria=(moved, *RULE.criteria[1:]))
+        result = decide(rule, items, **{**ARMS, "tasks": TASKS}).criteria[0]
+        return result.above, result.below
+
+    assert at(edge) == (False, False)
+    outside = math.nextafter(edge, -math.inf if end == "low" else math.inf)
+    assert at(outside) == (end == "low", end == "high")
 
 
 def test_the_order_of_the_items_changes_nothing():

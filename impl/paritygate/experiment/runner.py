@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def run(
     refuse_unresolved(exp)
     options = Options(root, device, Path(tau_bench) if tau_bench else None, trust_receipt, environment)
     check_inputs(exp, options, directory, served=asks_the_service(phases, until))
+    if asks_the_service(phases, until) and is_full_run():
+        asyncio.run(meet_service(exp))
     make_directory(directory)
     progress = Progress(quiet=quiet or json)
     with lock_run(directory):
@@ -118,6 +121,17 @@ def check_inputs(exp: Experiment, options: Options, directory: Path, *, served: 
             "TINKER_API_KEY) to a service that has it."
         )
     require_parity(options.root, exp.losses, options.device, resumed=directory)
+
+
+async def meet_service(exp: Experiment) -> None:
+    """First contact, in seconds, before parity is shown: key, address, models and their uses, tokenizers (exit 5)."""
+    from paritygate.backend import contact
+
+    needs = [contact.Need("base model", exp.base_model, trained=True)]
+    for role, partner in (("user simulator", exp.protocol.user), ("judge", exp.protocol.judge)):
+        if partner.kind == "model" and partner.model is not None:
+            needs.append(contact.Need(role, partner.model))
+    await contact.first_contact(needs, os.environ["TINKER_BASE_URL"])
 
 
 async def _walk(
