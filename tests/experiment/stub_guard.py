@@ -3,13 +3,14 @@
 The guard itself is tested in tests/guard, and the real order of things in the end-to-end test.
 """
 
+import hashlib
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from paritygate import receipts
-from paritygate.receipts import provenance
-from paritygate.receipts.parity import ParityReceipt, read_parity_receipt, statement_of, write_parity_receipt
+from paritygate.receipts import canonical, provenance, write_atomic
+from paritygate.receipts.parity import ParityReceipt, read_parity_receipt, statement_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL = {"dtype": "none", "regime": "none", "oracle": "none", "comparisons": 1, "worst_margin": 0.0}
@@ -28,7 +29,10 @@ def receipt(folder: Path) -> ParityReceipt:
         hypothesis=HYPOTHESIS,
         session=SESSION,
     )
-    return read_parity_receipt(write_parity_receipt(folder, statement))
+    data = canonical(statement)
+    path = folder / f"parity-{hashlib.sha256(data).hexdigest()}.json"
+    write_atomic(path, data)
+    return read_parity_receipt(path)
 
 
 def install(folder: Path | None = None, monkeypatch: Any = None) -> None:

@@ -45,8 +45,8 @@ MUTANTS = (
         "thinking leaks to the user (strands-env #168)",
         "tests/agent/test_rollout.py::test_thinking_never_reaches_the_user_and_its_calls_do_not_run",
         "agent/turns.py",
-        "visible(parsed.content)",
-        "parsed.content",
+        "visible(completion.content)",
+        "completion.content",
     ),
     Mutant(
         "stop-in-reasoning",
