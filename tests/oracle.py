@@ -152,6 +152,32 @@ def logprob(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Any:
     return -inf if any(p == 0 for p in picked) else mp.fsum(mp.log(p) for p in picked)
 
 
+def policy_loss(
+    name: str, at: list[Any], frozen: list[Any], rows: dict[str, list[Any]], options: dict[str, Any]
+) -> Any:
+    """ppo, cispo, dro or gspo of one sequence at log-probabilities `at`; what is not differentiated stays at `frozen`.
+
+    `rows` has the sampler's log-probabilities, the advantages and gspo's mask.
+    """
+    old, advantages, terms = rows["sampler"], rows["advantages"], []
+    if name == "gspo":
+        log_ratios = [x - y for x, y, m in zip(frozen, old, rows["mask"], strict=True) if m]
+        if not log_ratios:
+            return mpf(0)
+        s = mp.exp(mp.fsum(log_ratios) / len(log_ratios))
+    for x, z, y, a in zip(at, frozen, old, advantages, strict=True):
+        if name == "dro":
+            terms.append(x * a - mpf(options["beta"]) / 2 * (x - y) ** 2)
+            continue
+        low, high = mpf(options["clip_low_threshold"]), mpf(options["clip_high_threshold"])
+        if name == "cispo":
+            terms.append(min(max(mp.exp(z - y), low), high) * x * a)
+        else:
+            r = s * mp.exp(x - z) if name == "gspo" else mp.exp(x - y)
+            terms.append(min(r * a, min(max(r, low), high) * a))
+    return -mp.fsum(terms)
+
+
 def as_floats(value: Any) -> Any:
     """Nested mpmath numbers as nested floats."""
     if isinstance(value, list):

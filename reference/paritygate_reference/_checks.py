@@ -25,9 +25,21 @@ def rewards(name: str, values: ArrayLike) -> Array:
     return group
 
 
-def weighted_logprobs(name: str, logprobs: Row, sampler_logprobs: Row, advantages: Row) -> tuple[Array, Array, Array]:
-    """Three rows (T,); where the advantage is 0, nothing is looked at and both logprobs are 0."""
-    new, old, advantage = (
+def policy_rows(
+    name: str,
+    logprobs: Row,
+    sampler_logprobs: Row,
+    advantages: Row,
+    *,
+    finite: bool = False,
+    everywhere: bool = False,
+    mask: NDArray[np.bool_] | None = None,
+) -> tuple[Array, Array, Array]:
+    """Three rows (T,). A position is looked at where the advantage is not 0, the mask is 1, or `everywhere`.
+
+    Elsewhere both logprobs come out as 0. A logprob of -inf is refused where the loss needs a `finite` one.
+    """
+    p, q, advantage = (
         _row(name, values, what)
         for values, what in (
             (logprobs, "logprobs"),
@@ -35,19 +47,43 @@ def weighted_logprobs(name: str, logprobs: Row, sampler_logprobs: Row, advantage
             (advantages, "advantages"),
         )
     )
-    if not new.shape == old.shape == advantage.shape:
+    if not p.shape == q.shape == advantage.shape:
         raise ValueError(
-            f"{name}: shapes differ: logprobs {new.shape}, sampler_logprobs {old.shape}, advantages {advantage.shape}"
+            f"{name}: shapes differ: logprobs {p.shape}, sampler_logprobs {q.shape}, advantages {advantage.shape}"
         )
-    for t in np.flatnonzero(advantage != 0.0):
+    if mask is not None and mask.shape != p.shape:
+        raise ValueError(f"{name}: shapes differ: logprobs {p.shape}, sequence_ratio_mask {mask.shape}")
+    used = (advantage != 0.0) | everywhere | (False if mask is None else mask)
+    for t in np.flatnonzero(used):
         if not math.isfinite(advantage[t]):
             raise ValueError(f"{name}: the advantage at position {t} is {advantage[t]}")
-        if math.isnan(new[t]) or new[t] == math.inf:
-            raise ValueError(f"{name}: the logprob at position {t} is {new[t]}")
-        if not math.isfinite(old[t]):
-            raise ValueError(f"{name}: the sampler logprob at position {t} is {old[t]}")
-    action = advantage != 0.0
-    return np.where(action, new, 0.0), np.where(action, old, 0.0), advantage
+        if math.isnan(p[t]) or p[t] == math.inf or (finite and p[t] == -math.inf):
+            raise ValueError(f"{name}: the logprob at position {t} is {p[t]}")
+        if not math.isfinite(q[t]):
+            raise ValueError(f"{name}: the sampler logprob at position {t} is {q[t]}")
+    return np.where(used, p, 0.0), np.where(used, q, 0.0), advantage
+
+
+def sequence_rows(
+    name: str, logprobs: Row, sampler_logprobs: Row, advantages: Row, sequence_ratio_mask: Mask
+) -> tuple[Array, Array, Array, NDArray[np.bool_]]:
+    """`policy_rows` of finite logprobs and a mask of 0 and 1, (T,) each."""
+    mask = zero_or_one(name, np.asarray(sequence_ratio_mask))
+    return *policy_rows(name, logprobs, sampler_logprobs, advantages, finite=True, mask=mask), mask
+
+
+def bounds(name: str, low: float, high: float) -> tuple[float, float]:
+    """0 <= low <= high; high may be +inf."""
+    if not 0.0 <= low <= high or low == math.inf:
+        raise ValueError(f"{name}: clip_low_threshold {low} and clip_high_threshold {high} are no interval of ratios")
+    return low, high
+
+
+def not_negative(name: str, what: str, value: float) -> float:
+    """A finite number, 0 or more."""
+    if not (math.isfinite(value) and value >= 0.0):
+        raise ValueError(f"{name}: {what} is {value}; it is finite and not negative")
+    return value
 
 
 def _row(name: str, values: Row, what: str) -> Array:

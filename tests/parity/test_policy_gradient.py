@@ -1,5 +1,8 @@
-"""The importance-sampling loss and its gradient against the reference; the reference against 60 digits."""
+"""Policy-gradient losses and their gradients against the reference; the reference against 60 digits and by hand."""
 
+import itertools
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ from mpmath import mp
 
 from paritygate.harness import compare
 from paritygate.harness.strategies import DTYPES, rounded, tensor
+from paritygate.service import oracles
 from paritygate_reference import policy_gradient as reference
 from tests import oracle
 
@@ -77,3 +81,151 @@ def test_reference_against_sixty_digits() -> None:
             compare("policy_gradient/oracle", slopes, oracle.as_floats(terms), dtype="float64", oracle="mpmath")
 
     the_reference_has_sixty_digits_value_and_gradient()
+
+
+# ppo, cispo, dro, gspo
+
+CLIPPED = ("ppo", "cispo", "dro", "gspo")
+CLIP = ("clip_low_threshold", "clip_high_threshold")
+DEFAULTS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
+BOUNDS = ((0.8, 1.2), (0.0, 4.0), (0.5, 3.0), (0.9, 0.95), (1.1, 1.5))
+
+
+@dataclass
+class Sequences:
+    """logprobs, sampler_logprobs, advantages and gspo's mask (B, T), as float64; the options of the loss."""
+
+    rows: tuple[np.ndarray, np.ndarray, np.ndarray]
+    mask: np.ndarray
+    options: dict[str, float]
+
+    def arguments(self, name: str) -> list[tuple[np.ndarray, ...]]:
+        """For each sequence the arrays that the reference takes."""
+        return list(zip(*self.rows, *([self.mask] if name == "gspo" else []), strict=True))
+
+
+@st.composite
+def sequences(draw: st.DrawFn, name: str, dtype: str, bounds: tuple[tuple[float, float], ...] = BOUNDS) -> Sequences:
+    """On policy, near it and far off, ratios on all sides of the bounds, advantages of both signs and 0."""
+    rng = np.random.default_rng((draw(st.integers(0, 2**32 - 1)), CLIPPED.index(name), DTYPES.index(dtype)))
+    shape = (draw(st.integers(1, 3)), draw(st.integers(1, 9)))
+    old = rounded(-rng.exponential(2.0, size=shape), dtype)
+    new = rounded(old + rng.normal(size=shape) * draw(st.sampled_from([0.0, 1e-2, 0.3, 1.5])), dtype)
+    advantages = rounded(rng.normal(size=shape), dtype)
+    advantages[rng.random(shape) < draw(st.sampled_from([0.0, 0.4, 1.0]))] = 0.0
+    mask = (rng.random(shape) < draw(st.sampled_from([0.0, 0.6, 1.0]))).astype(float)
+    if name == "dro":
+        return Sequences((new, old, advantages), mask, {"beta": draw(st.sampled_from([0.0, 0.05, 1.5]))})
+    if name in DEFAULTS and draw(st.booleans()):
+        return Sequences((new, old, advantages), mask, {})
+    return Sequences((new, old, advantages), mask, dict(zip(CLIP, draw(st.sampled_from(bounds)), strict=True)))
+
+
+def expected_of(name: str, case: Sequences) -> tuple[float, list[np.ndarray]]:
+    """The reference's value, summed over sequences, and its gradients."""
+    options = {
+        **dict(zip(CLIP, DEFAULTS.get(name, ()), strict=False)),
+        **case.options,
+    }  # written out: defaults are held
+    loss, grad = getattr(reference, f"{name}_loss"), getattr(reference, f"{name}_grad")
+    rows = case.arguments(name)
+    return math.fsum(loss(*row, **options) for row in rows), [grad(*row, **options) for row in rows]
+
+
+@pytest.mark.obligation(*(f"policy_gradient/{name}_{what}" for name in CLIPPED for what in ("value", "gradient")))
+@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_losses_of_a_service(losses: Any, device: str, name: str, dtype: str) -> None:
+    loss = getattr(losses.policy_gradient, f"{name}_loss")
+    closed_form = getattr(losses.policy_gradient, f"{name}_grad")
+
+    @settings(max_examples=30)
+    @given(sequences(name, dtype))
+    def value_and_gradients_are_the_reference_s(case: Sequences) -> None:
+        new, old, advantages = case.rows
+        hidden = np.zeros_like(new, dtype=bool) if name == "dro" else advantages == 0.0
+        if name == "gspo":
+            hidden &= case.mask == 0.0
+        logprobs = tensor(np.where(hidden, np.nan, new), dtype, device).requires_grad_()
+        rest = [tensor(np.where(hidden, -np.inf, old), dtype, device), tensor(advantages, dtype, device)]
+        if name == "gspo":
+            rest.append(tensor(case.mask, dtype, device))
+        result = loss(logprobs, *rest, **case.options)
+        value, slopes = expected_of(name, case)
+        where = f"{case.options}"
+        compare(f"policy_gradient/{name}_value", result, value, dtype=dtype, where=where)
+        (gradient,) = torch.autograd.grad(2.0 * result, logprobs)  # the factor from above is passed on
+        compare(f"policy_gradient/{name}_gradient", gradient / 2.0, slopes, dtype=dtype, where=where)
+        closed = closed_form(logprobs.detach(), *rest, **case.options)
+        compare(f"policy_gradient/{name}_gradient", closed, slopes, dtype=dtype, where=f"{where}, closed form")
+
+    value_and_gradients_are_the_reference_s()
+
+
+@pytest.mark.obligation("policy_gradient/clip_bounds")
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_at_a_bound_exactly_nothing_is_clipped(losses: Any, device: str, name: str, dtype: str) -> None:
+    """Ratios of 1 and a step to either side, where 1 is the lower bound, the upper one, or both."""
+    step = 4.0 * torch.finfo(getattr(torch, dtype)).eps
+    mask = [np.ones(1)] if name == "gspo" else []
+    for bounds in ((1.0, 1.2), (0.8, 1.0), (1.0, 1.0)):
+        for log_ratio, advantage in itertools.product((-step, 0.0, step), (1.0, -1.0)):
+            row = [np.array([-1.0 + log_ratio]), np.array([-1.0]), np.array([advantage]), *mask]
+            logprobs, *rest = (tensor(part, dtype, device) for part in row)
+            result = getattr(losses.policy_gradient, f"{name}_loss")(logprobs.requires_grad_(), *rest, *bounds)
+            (gradient,) = torch.autograd.grad(result, logprobs)
+            clipped = (log_ratio > 0 and advantage > 0 and bounds[1] == 1.0) or (
+                log_ratio < 0 and advantage < 0 and bounds[0] == 1.0
+            )
+            slope = 0.0 if clipped else -math.exp(log_ratio) * advantage
+            where = f"{name}, bounds {bounds}, log ratio {log_ratio}, advantage {advantage}"
+            compare("policy_gradient/clip_bounds", gradient, [slope], dtype=dtype, oracle="by hand", where=where)
+            ours = getattr(reference, f"{name}_grad")(*row, *bounds)
+            compare("policy_gradient/clip_bounds", ours, [slope], dtype="float64", oracle="by hand", where=where)
+
+
+@pytest.mark.obligation("policy_gradient/clipped_oracle")
+@pytest.mark.parametrize("name", CLIPPED)
+def test_reference_of_the_losses_of_a_service_against_sixty_digits(name: str) -> None:
+    @settings(max_examples=30)
+    @given(sequences(name, "float64"))
+    def the_reference_has_sixty_digits(case: Sequences) -> None:
+        options = {**dict(zip(CLIP, DEFAULTS.get(name, ()), strict=False)), **case.options}
+        for row, mask in zip(zip(*case.rows, strict=True), case.mask, strict=True):
+            at, sampler, advantages = (oracle.numbers(part) for part in row)
+            rows = {"sampler": sampler, "advantages": advantages, "mask": mask.tolist()}
+            arguments = [*row, mask] if name == "gspo" else row
+            about = {"dtype": "float64", "oracle": "mpmath", "where": f"{name}, {options}"}
+
+            def value(z: list[Any], at: list[Any] = at, rows: dict[str, list[Any]] = rows) -> Any:
+                return oracle.policy_loss(name, z, at, rows, options)
+
+            actual = getattr(reference, f"{name}_loss")(*arguments, **options)
+            compare("policy_gradient/clipped_oracle", actual, oracle.as_floats(value(at)), **about)
+            slopes = getattr(reference, f"{name}_grad")(*arguments, **options)
+            expected = oracle.as_floats(oracle.derivative(value, at))
+            compare("policy_gradient/clipped_oracle", slopes, expected, **about)
+
+    the_reference_has_sixty_digits()
+
+
+@pytest.mark.obligation("policy_gradient/service_oracle")
+@pytest.mark.parametrize("name", CLIPPED)
+def test_what_a_service_is_held_to(name: str) -> None:
+    """paritygate.service.oracles: the value, and the weights with which cross-entropy has the gradient."""
+
+    @settings(max_examples=30)
+    @given(sequences(name, "float64"))
+    def the_oracle_is_the_reference(case: Sequences) -> None:
+        value, slopes = expected_of(name, case)
+        about = {"dtype": "float64", "where": f"{name}, {case.options}"}
+        outputs = []
+        for new, old, advantages, mask in zip(*case.rows, case.mask, strict=True):
+            inputs = {"logprobs": old, "advantages": advantages, "sequence_ratio_mask": mask}
+            outputs.append(oracles.LOSSES[name](new, inputs, case.options))
+        compare("policy_gradient/service_oracle", sum(one.value for one in outputs), value, **about)
+        weights = [-one.weights for one in outputs]
+        compare("policy_gradient/service_oracle", weights, slopes, **about)
+
+    the_oracle_is_the_reference()

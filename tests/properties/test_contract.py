@@ -14,11 +14,20 @@ from paritygate_reference import spod as spod_reference
 
 LOGITS = "student_logits teacher_logits mask divergence mixture top_k tail importance_ratio aggregation"
 RATIOS = "logprobs sampler_logprobs advantages"
+CLIP = "clip_low_threshold clip_high_threshold"
 PACKED = "actions action_index episode_index success tau0 floor_weight validate"
 SHARED = [
     (grpo_reference, grpo, "group_mean_advantage", "rewards"),
     (policy_gradient_reference, policy_gradient, "importance_sampling_loss", RATIOS),
     (policy_gradient_reference, policy_gradient, "importance_sampling_grad", RATIOS),
+    (policy_gradient_reference, policy_gradient, "ppo_loss", f"{RATIOS} {CLIP}"),
+    (policy_gradient_reference, policy_gradient, "ppo_grad", f"{RATIOS} {CLIP}"),
+    (policy_gradient_reference, policy_gradient, "cispo_loss", f"{RATIOS} {CLIP}"),
+    (policy_gradient_reference, policy_gradient, "cispo_grad", f"{RATIOS} {CLIP}"),
+    (policy_gradient_reference, policy_gradient, "dro_loss", f"{RATIOS} beta"),
+    (policy_gradient_reference, policy_gradient, "dro_grad", f"{RATIOS} beta"),
+    (policy_gradient_reference, policy_gradient, "gspo_loss", f"{RATIOS} sequence_ratio_mask {CLIP}"),
+    (policy_gradient_reference, policy_gradient, "gspo_grad", f"{RATIOS} sequence_ratio_mask {CLIP}"),
     (sdpo_reference, sdpo, "token_advantage", "teacher_logprobs student_logprobs mask clip"),
     (sdpo_reference, sdpo, "sequence_advantage", "teacher_logprobs student_logprobs mask"),
     (sdpo_reference, sdpo, "hybrid_advantage", "grpo sdpo weight"),

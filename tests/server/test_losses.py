@@ -20,7 +20,8 @@ MASK = (np.arange(N) % 3 != 0).astype(float)
 
 def value(name: str, logprobs: np.ndarray, frozen: np.ndarray, config: dict[str, float]) -> float:
     """The documented loss at `logprobs`, with what it does not differentiate taken at `frozen`."""
-    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
+    defaults = (0.0, 4.0) if name == "cispo" else (0.8, 1.2)  # as documented: tutorials/202 of the cookbook at 9dfcc3a2
+    low, high = config.get("clip_low_threshold", defaults[0]), config.get("clip_high_threshold", defaults[1])
     total = 0.0
     s = math.exp(float((frozen - OLD)[MASK != 0].mean()))
     for t in range(N):
@@ -46,6 +47,8 @@ CASES: list[tuple[str, dict[str, float]]] = [
     ("importance_sampling", {}),
     ("ppo", {}),
     ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
+    ("cispo", {}),
+    ("cispo", {"clip_high_threshold": 1.1}),
     ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     ("cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}),
     ("dro", {"beta": 0.05}),
@@ -92,14 +95,37 @@ def test_gspo_without_a_sampled_token_is_zero_and_still_a_gradient() -> None:
     assert torch.equal(leaf.grad, zeros)
 
 
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_a_position_of_advantage_zero_is_not_read(name: str) -> None:
+    """What stands there may be anything: no logprob, -1e10, NaN. (dro has its penalty there and reads it.)"""
+    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0} if name == "gspo" else {}
+    values = []
+    for there in (-1.5, -1e10, float("nan"), float("-inf")):
+        leaf = torch.tensor([-1.0, -2.0], requires_grad=True)
+        old = torch.tensor([-1.2, there])
+        tensors = {
+            "logprobs": old,
+            "advantages": torch.tensor([1.0, 0.0]),
+            "sequence_ratio_mask": torch.tensor([1.0, 0]),
+        }
+        loss = LOSSES[name][0](leaf, LossInputs(torch.arange(2), tensors), config)
+        loss.backward()
+        assert leaf.grad is not None
+        assert leaf.grad[1] == 0.0
+        values.append((float(loss.detach()), float(leaf.grad[0])))
+    assert len(set(values)) == 1
+    assert math.isfinite(values[0][0])
+
+
 @pytest.mark.parametrize(
     ("name", "config", "words"),
     [
         ("ppo", {"clip_low_threshold": 1.5}, "no interval"),
         ("ppo", {"clip_low_threshold": float("nan")}, "finite"),
         ("cispo", {"clip_low_threshold": 0.1, "clip_high_threshold": "high"}, "number"),
-        ("cispo", {"clip_high_threshold": 2.0}, "for ppo only"),
-        ("gspo", {}, "for ppo only"),
+        ("gspo", {}, r"for ppo \(0.8 and 1.2\) and cispo \(0 and 4\) only"),
+        ("gspo", {"clip_low_threshold": 0.5}, "gspo: pass loss_fn_config"),
+        ("dro", {"beta": -0.1}, "negative"),
         ("dro", {}, "default for beta"),
         ("dro", {"beta": "x"}, "number"),
         ("importance_sampling", {"beta": 1.0}, "unknown loss_fn_config"),

@@ -1,17 +1,16 @@
-"""The losses of the Tinker API, as its documentation defines them; every one is a sum over tokens, in nats.
+"""The losses of the Tinker API by their names on the wire, computed with `paritygate.losses.policy_gradient`.
 
-Source of every formula and default here: https://tinker-docs.thinkingmachines.ai/tinker/losses/ (one page a loss), and
-its earlier form, tinker-cookbook docs/losses.mdx at commit a2b1b820. Where that documentation gives no formula or no
-default, the request is refused and the error says so.
+Defaults are the documented ones (design/014). Where the documentation gives no formula or no default, the request is
+refused and the error says so.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from paritygate.losses import policy_gradient
 from paritygate.server.errors import RequestError
 
 Config = Mapping[str, float | str]
@@ -37,48 +36,36 @@ def cross_entropy(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor
 
 
 def importance_sampling(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
-    """-sum(exp(logprobs - sampling logprobs) * advantages). Source: .../losses/importance-sampling."""
-    return -(torch.exp(logprobs - datum.of("logprobs")) * datum.of("advantages")).sum()
+    """`policy_gradient.importance_sampling_loss` of one datum."""
+    return policy_gradient.importance_sampling_loss(*_rows(logprobs, datum), validate=False)
 
 
 def ppo(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
-    """-sum(min(ratio * A, clamp(ratio, low, high) * A)), low 0.8, high 1.2 unless given. Source: .../losses/ppo."""
-    low, high = _thresholds(config, _PPO_DEFAULTS)
-    ratio = torch.exp(logprobs - datum.of("logprobs"))
-    advantages = datum.of("advantages")
-    return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
+    """`policy_gradient.ppo_loss` of one datum, bounds 0.8 and 1.2 unless given."""
+    return policy_gradient.ppo_loss(*_rows(logprobs, datum), *_thresholds("ppo", config), validate=False)
 
 
 def cispo(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
-    """-sum(stop_gradient(clamp(ratio, low, high)) * logprobs * A); thresholds must be given. Source: .../cispo."""
-    low, high = _thresholds(config)
-    ratio = torch.exp(logprobs - datum.of("logprobs")).clamp(low, high).detach()
-    return -(ratio * logprobs * datum.of("advantages")).sum()
+    """`policy_gradient.cispo_loss` of one datum, bounds 0 and 4 unless given."""
+    return policy_gradient.cispo_loss(*_rows(logprobs, datum), *_thresholds("cispo", config), validate=False)
 
 
 def dro(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
-    """-sum(logprobs * A - beta / 2 * (logprobs - sampling logprobs)^2), beta must be given. Source: .../losses/dro."""
-    beta = _beta(config)
-    penalty = (logprobs - datum.of("logprobs")) ** 2
-    return -(logprobs * datum.of("advantages") - 0.5 * beta * penalty).sum()
+    """`policy_gradient.dro_loss` of one datum; beta must be given."""
+    return policy_gradient.dro_loss(*_rows(logprobs, datum), _beta(config), validate=False)
 
 
 def gspo(logprobs: Tensor, datum: LossInputs, config: Config) -> Tensor:
-    """PPO with the sequence's geometric mean ratio over `sequence_ratio_mask`, token gradients (GSPO-token).
-
-    The thresholds must be given. Source: .../losses/gspo.
-    """
-    low, high = _thresholds(config)
-    masked = datum.of("sequence_ratio_mask") != 0
-    if not bool(masked.any()):
-        return (logprobs * 0).sum()
-    mean = (logprobs.detach() - datum.of("logprobs"))[masked].mean()
-    ratio = torch.exp(mean + logprobs - logprobs.detach())
-    advantages = datum.of("advantages")
-    return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
+    """`policy_gradient.gspo_loss` of one datum; the bounds must be given. What is not 0 is in the mask."""
+    mask = datum.of("sequence_ratio_mask") != 0
+    return policy_gradient.gspo_loss(*_rows(logprobs, datum), mask, *_thresholds("gspo", config), validate=False)
 
 
-_PPO_DEFAULTS: Config = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+def _rows(logprobs: Tensor, datum: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
+    return logprobs, datum.of("logprobs"), datum.of("advantages")
+
+
+_BOUNDS = {"ppo": policy_gradient.PPO_BOUNDS, "cispo": policy_gradient.CISPO_BOUNDS}
 _POLICY = ("logprobs", "advantages")
 LOSSES: dict[str, tuple[Loss, tuple[str, ...], frozenset[str]]] = {
     "cross_entropy": (cross_entropy, ("weights",), frozenset()),
@@ -109,7 +96,7 @@ def find_loss(name: str, config: Config) -> tuple[Loss, tuple[str, ...]]:
     if unknown:
         raise RequestError(f"loss {name}: unknown loss_fn_config {unknown[0]!r}; it takes {sorted(options) or 'none'}")
     if "clip_low_threshold" in options:
-        _thresholds(config, _PPO_DEFAULTS if name == "ppo" else {})
+        _thresholds(name, config)
     if "beta" in options:
         _beta(config)
     return loss, inputs
@@ -121,25 +108,28 @@ def _beta(config: Config) -> float:
         raise RequestError(
             "loss dro: pass loss_fn_config={'beta': ...}: the documentation (losses/dro) gives no default for beta"
         )
+    if beta < 0:
+        raise RequestError(f"loss_fn_config: beta {beta} is negative: it would reward leaving the sampler")
     return beta
 
 
-def _thresholds(config: Config, defaults: Config | None = None) -> tuple[float, float]:
-    """The interval that ratios are clamped to; only ppo's is documented ("currently fixed to 0.2")."""
-    merged = {**(defaults or {}), **config}
-    low, high = _number(merged, "clip_low_threshold"), _number(merged, "clip_high_threshold")
+def _thresholds(name: str, config: Config) -> tuple[float, float]:
+    """The interval that ratios are clamped to."""
+    default_low, default_high = _BOUNDS.get(name, (None, None))
+    low = _number(config, "clip_low_threshold", default_low)
+    high = _number(config, "clip_high_threshold", default_high)
     if low is None or high is None:
         raise RequestError(
-            "pass loss_fn_config={'clip_low_threshold': ..., 'clip_high_threshold': ...}: the documentation gives "
-            "defaults for ppo only (0.8 and 1.2)"
+            f"loss {name}: pass loss_fn_config={{'clip_low_threshold': ..., 'clip_high_threshold': ...}}: the "
+            "documentation gives defaults for ppo (0.8 and 1.2) and cispo (0 and 4) only"
         )
     if not 0 <= low <= high:
         raise RequestError(f"loss_fn_config: clip_low_threshold {low} and clip_high_threshold {high} are no interval")
     return low, high
 
 
-def _number(config: Config, name: str) -> float | None:
-    value = config.get(name)
+def _number(config: Config, name: str, default: float | None = None) -> float | None:
+    value = config.get(name, default)
     if isinstance(value, str) or (value is not None and not math.isfinite(value)):
         raise RequestError(f"loss_fn_config[{name!r}] must be a finite number, found {value!r}")
     return value
