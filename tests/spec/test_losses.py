@@ -1,6 +1,7 @@
 """spec/losses.json: classes of tolerances expand to the rows that were declared one by one before."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ ROUNDED: dict[Cell, tuple[float, float]] = {
 
 
 def root_with(folder: Path, spec: Any) -> Path:
-    """A root whose spec/losses.json is `spec`."""
+    """A root whose spec/losses.json is `spec`, configured as this tree."""
+    shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "spec").mkdir()
     (folder / "spec" / "losses.json").write_text(json.dumps(spec))
     return folder
@@ -116,6 +118,8 @@ def test_a_row_stands_for_each_dtype_in_each_regime(tmp_path: Path) -> None:
         (small([], [ROW]), "/losses/toy/obligations/toy/value/tolerances"),
         (small("value", [{**ROW, "dtype": "float32"}]), "/tolerances/value/rows/0"),
         (small("value", [{**ROW, "atol": -1.0}]), "/tolerances/value/rows/0/atol"),
+        (small("value", [{**ROW, "atol": 1e308}]), "/tolerances/value/rows/0/atol"),
+        (small("value", [{**ROW, "rtol": 1.5}]), "/tolerances/value/rows/0/rtol"),
         (small("value", [{**ROW, "regimes": []}]), "/tolerances/value/rows/0/regimes"),
     ],
 )
