@@ -25,9 +25,9 @@ def main() -> int:
         root = bootstrap(__file__)
         if arguments.parity:
             return parity(root, arguments.spec, arguments.device)
-        from paritygate.experiment.run.replay import replay
+        from paritygate.experiment.audit import audit
 
-        return "\n".join(replay(Path(arguments.run_dir), root))
+        return "\n".join(audit(Path(arguments.run_dir), root))
 
     return exit_code("verify.py", work)
 

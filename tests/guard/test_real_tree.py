@@ -220,8 +220,8 @@ def test_bytes_flipped_anywhere(green: Tree) -> None:
 def test_a_finished_run_is_verified_from_the_command_line(green: Tree, tmp_path: Path) -> None:
     losses = load(ROOT / "spec" / "sdpo-local.json").losses
     run_dir = build_run(green, tmp_path / "run", losses)
-    done = green.python("impl/verify.py", str(run_dir))
-    assert (done.returncode, "recomputed from the per-item results: " in done.stdout) == (0, True), done
+    # Its receipts hold; it is no run of the whole protocol, which tests/experiment/test_audit.py holds against itself.
+    refused(green, "are not the phases of", ("impl/verify.py", str(run_dir)))
     for path in sorted(path for path in run_dir.rglob("*") if path.is_file()):
         data = path.read_bytes()
         path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])

@@ -13,9 +13,11 @@ from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
 from paritygate.errors import Refused
 from paritygate.experiment.run.replay import verdict
 from paritygate.receipts import PhaseChain, canonical, require_parity, verify_run, write_atomic
+from paritygate.receipts.signature import run_signer
 from tests.counts import soak
 from tests.guard.run_directory import LOSSES, build_run, new_chain, recount
 from tests.guard.small_tree import Tree
+from tests.guard.test_forged_receipts import new_key, sign
 from tests.guard.test_receipt import validate_statement
 
 
@@ -100,6 +102,32 @@ def test_a_file_added(tree_template: Tree, run_dir: Path, name: str) -> None:
     (run_dir / name).parent.mkdir(exist_ok=True)
     (run_dir / name).write_text("")
     refused(tree_template, run_dir, f"{name} was added since the run ended")
+
+
+def test_an_empty_folder_and_a_lock_that_holds_something(tree_template: Tree, run_dir: Path) -> None:
+    (run_dir / "trajectories" / "more").mkdir()
+    refused(tree_template, run_dir, "trajectories/more is an empty folder")
+    (run_dir / "trajectories" / "more").rmdir()
+    (run_dir / "lock").write_text("a message")
+    refused(tree_template, run_dir, "lock holds something: the lock of a run is an empty file")
+    (run_dir / "lock").write_text("")
+    check(tree_template, run_dir)
+
+
+def test_a_signature_over_a_run(tree: Tree, run_dir: Path, tmp_path: Path) -> None:
+    key = new_key(tmp_path / "key")
+    assert run_signer(tree.root, run_dir) is None
+    sign(run_dir / "receipt.json", key, namespace="paritygate-run")
+    check(tree, run_dir)  # the signature is no file of the run
+    with pytest.raises(Refused, match=r"receipt.json.sig is not by a key in spec/allowed_signers"):
+        run_signer(tree.root, run_dir)
+    with (tree.root / "spec" / "allowed_signers").open("a") as file:
+        file.write(f'reviewer@localhost namespaces="paritygate-run" {key.with_suffix(".pub").read_text()}')
+    assert run_signer(tree.root, run_dir) == "reviewer@localhost"
+    with (run_dir / "receipt.json").open("ab") as file:
+        file.write(b" ")
+    with pytest.raises(Refused, match=r"does not verify for the bytes of receipt.json"):
+        run_signer(tree.root, run_dir)
 
 
 def test_a_symbolic_link(tree_template: Tree, run_dir: Path, tmp_path: Path) -> None:

@@ -153,7 +153,9 @@ class Session:
         """What shows that the code that ran is not the code of the subjects."""
         try:
             tests = self.project.tests.partition("/")[0]
-            refuse_shadowed(self.project.root, {tests: self.project.root / tests, **self.project.homes})
+            homes = {tests: self.project.root / tests, **self.project.homes}
+            bootstrap.refuse_foreign(self.project.root, homes)
+            refuse_shadowed(self.project.root, homes)
             if change := difference(self.before, subjects(self.project.root)):
                 return [f"{change} during the session"]
         except Refused as refusal:

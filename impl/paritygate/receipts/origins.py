@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from paritygate.bootstrap import refuse_foreign
 from paritygate.errors import Refused
 
 OURS = frozenset(("paritygate", "paritygate_pytest", "paritygate_reference", "tests", "__main__", "__mp_main__"))
@@ -40,7 +39,6 @@ def refuse_shadowed(root: Path, homes: Mapping[str, Path] | None = None) -> None
     or working folder on its path. A module that this Python does not have at all replaces nothing, unless it is one of
     those dependencies.
     """
-    refuse_foreign(root, homes)
     judged = OURS | (homes or {}).keys()
     here = {name: places(module) for name, module in sorted(sys.modules.items()) if "." not in name}
     declared = dependencies(root)

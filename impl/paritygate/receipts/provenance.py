@@ -20,6 +20,7 @@ from paritygate.spec.losses import load_losses, required, shortfalls
 PROVENANCE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:paritygate:run:v1"
 RECEIPT = "receipt.json"
+SIGNATURE = "receipt.json.sig"
 PARITY = "parity receipt"
 
 
@@ -46,6 +47,7 @@ def write_run_receipt(
     copy = run_dir / parity.path.name
     if not copy.exists():
         write_atomic(copy, canonical(parity.statement))
+    remove_empty_folders(run_dir)
     files = files_of(run_dir)
     statement = {
         "_type": STATEMENT,
@@ -112,6 +114,13 @@ def refuse_other_libraries(opened: Mapping[str, str], parity: ParityReceipt) -> 
             )
 
 
+def remove_empty_folders(run_dir: Path) -> None:
+    """Remove what a server or a writer left: a folder with nothing in it has no digest, and would not be seen."""
+    for folder, _, _ in os.walk(run_dir, topdown=False):
+        if Path(folder) != run_dir and not os.listdir(folder):
+            os.rmdir(folder)
+
+
 def files_of(run_dir: Path) -> dict[str, str]:
     """Name -> sha256 of every file in `run_dir` but the receipt and the lock; raises Refused for a symbolic link."""
     found: dict[str, str] = {}
@@ -123,7 +132,9 @@ def files_of(run_dir: Path) -> dict[str, str]:
         for name in names:
             path = Path(folder) / name
             relative = path.relative_to(run_dir).as_posix()
-            if relative not in (RECEIPT, LOCK):
+            if relative == LOCK and path.stat().st_size:
+                raise Refused(f"{path} holds something: the lock of a run is an empty file.")
+            if relative not in (RECEIPT, SIGNATURE, LOCK):
                 found[relative] = digest_of(path)
     return dict(sorted(found.items()))
 
@@ -160,6 +171,9 @@ def verify_run(
     listed = {entry["name"]: entry["digest"]["sha256"] for entry in predicate["runDetails"]["byproducts"]}
     if change := difference(listed, files_of(run_dir)):
         raise Refused(f"{run_dir}/{change} since the run ended.")
+    for folder, folders, names in os.walk(run_dir):
+        if not folders and not names:
+            raise Refused(f"{folder} is an empty folder: a run leaves none.")
     for entry in receipt["subject"]:
         if listed.get(entry["name"]) != entry["digest"]["sha256"]:
             raise Refused(f"{run_dir / RECEIPT} names {entry['name']} with a digest that the file does not have.")

@@ -1,0 +1,244 @@
+"""A finished run held against itself: what its files derive from each other is derived again, offline.
+
+Digests show that nothing was touched since; whoever recomputes them all can still contradict himself. Here the phases
+are those of the spec, metrics and items those of the units, units those of the trajectories, and rewards, rule scores,
+advantages and the page are computed anew.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from paritygate.agent.episode import agent_messages
+from paritygate.agent.judge import Judgement
+from paritygate.agent.judge.judgement import DIMENSIONS
+from paritygate.agent.judge.rules import judge_messages
+from paritygate.agent.trajectory import GRADED, Trajectory
+from paritygate.errors import BadInputError, Refused
+from paritygate.experiment.protocol import PHASES
+from paritygate.experiment.run.journal import finite
+from paritygate.experiment.run.replay import replay
+from paritygate.experiment.step.advantages import group_advantages
+from paritygate.receipts import PhaseChain, canonical
+from paritygate.receipts.environment import installed
+from paritygate.receipts.signature import run_signer
+from paritygate.spec import Experiment, SpecError, load
+from paritygate.spec.strict import parse_json, read_plain
+
+Record = dict[str, Any]
+CLOSE = 1e-9
+"""Of an advantage computed anew: another torch may sum in another order."""
+
+
+def audit(run_dir: Path, root: Path) -> list[str]:
+    """Check the run in `run_dir` offline against the checkout at `root`; raises Refused naming the file.
+
+    The lines say what was checked, which versions differ (not judged), who signed, and the verdict.
+    """
+    lines = replay(run_dir, root)
+    try:
+        exp = load(run_dir / "spec.json")
+    except SpecError as error:
+        raise Refused(f"{run_dir / 'spec.json'} is no spec: {error}.") from error
+    if not isinstance(exp, Experiment):
+        raise Refused(f"{run_dir / 'spec.json'} names no experiment: such a run has no directory.")
+    try:
+        stopped = check_phases(run_dir, exp)
+        check_metrics(run_dir)
+        check_items(run_dir, exp, stopped)
+        trajectories = check_evaluation(run_dir, exp)
+        check_advantages(run_dir, exp)
+        graded = check_rewards(trajectories)
+        drawn = check_page(run_dir, root)
+    except (KeyError, TypeError, ValueError, IndexError, OSError) as error:
+        raise Refused(f"{run_dir} holds a file of another form than a run writes: {error!r}.") from error
+    signer = run_signer(root, run_dir)
+    return [
+        *lines[:-1],
+        f"signed by {signer}" if signer else "not signed: digests alone do not show who made it",
+        f"{len(trajectories)} evaluated episodes: items, rule scores and advantages computed anew; {graded}; {drawn}",
+        lines[-1],
+    ]
+
+
+def check_phases(run_dir: Path, exp: Experiment) -> str | None:
+    """The phase that a gate stopped the run at, or None; Refused unless the phases are the spec's, in its order."""
+    chain = PhaseChain(run_dir)
+    names = [phase.name for phase in PHASES if phase.applies(exp)]
+    outcomes = [chain.record(name).get("outcome") for name in chain.completed]
+    stopped = chain.completed[-1] if outcomes[-1:] == ["stopped"] else None
+    expected = names[: names.index(stopped) + 1] if stopped in names else names
+    if chain.completed != expected:
+        missing = next((name for name in expected if name not in chain.completed), "another order")
+        raise Refused(f"{run_dir / 'phases'} are not the phases of {run_dir / 'spec.json'}: {missing} is missing.")
+    if set(outcomes[: -1 if stopped else None]) - {"done"}:
+        raise Refused(f"{run_dir / 'phases'}: a phase that was not done has phases after it.")
+    later = names[names.index(stopped) + 1 :] if stopped else []
+    for name in later:
+        if found := sorted((run_dir / "units").glob(f"{name}-*")):
+            raise Refused(f"{found[0]} is there, though a gate stopped the run before, at {stopped}.")
+    return stopped
+
+
+def check_metrics(run_dir: Path) -> None:
+    """Refused unless metrics.jsonl holds the metrics of the units, in the order in which they were committed."""
+    records = [record_of(path) for path in sorted((run_dir / "units").rglob("*.json"))]
+    lines = sorted((record["metrics"] for record in records if "metrics" in record), key=lambda line: line["index"])
+    if [line["index"] for line in lines] != list(range(len(lines))):
+        raise Refused(f"{run_dir / 'units'}: a unit that had metrics is missing, or is there twice.")
+    if read_plain(run_dir / "metrics.jsonl") != b"".join(canonical(line) + b"\n" for line in lines):
+        raise Refused(f"{run_dir / 'metrics.jsonl'} does not hold the metrics of {run_dir / 'units'}.")
+
+
+def check_items(run_dir: Path, exp: Experiment, stopped: str | None) -> None:
+    """Refused unless items.jsonl holds the items of the units, and misses one where the run stopped for that."""
+    path = run_dir / "items.jsonl"
+    items = [unit["item"] for _, unit in evaluated(run_dir, exp)]
+    if not path.is_file():
+        if stopped is None or stopped in ("evaluate", "decide"):
+            raise Refused(f"{path} is missing: the evaluation is over.")
+        return
+    if read_plain(path) != b"".join(canonical(finite(item)) + b"\n" for item in items):
+        raise Refused(f"{path} does not hold the items of {run_dir / 'units'}, in the order of arms, tasks, rollouts.")
+    if stopped == "evaluate" and all(item["composite"] is not None for item in items):
+        raise Refused(f"{run_dir / 'phases'} say that the evaluation stopped for a missing item; {path} misses none.")
+
+
+def check_evaluation(run_dir: Path, exp: Experiment) -> list[tuple[Path, Trajectory]]:
+    """The evaluated trajectories with their files; Refused unless each item is what its trajectory says."""
+    found: list[tuple[Path, Trajectory]] = []
+    for path, unit in evaluated(run_dir, exp):
+        item, place = unit["item"], run_dir / unit["trajectories"]
+        [line] = lines_of(place)
+        trajectory, judgement = Trajectory.from_json(line), line["judgement"]
+        dimensions = {name: judgement[name] for name in DIMENSIONS} if judgement is not None else None
+        composite = Judgement(**dimensions, rationale={}).composite if dimensions is not None else None
+        if not trajectory.trains:
+            composite = None
+        says: Record = {
+            "task_index": trajectory.task_index,
+            "rollout": trajectory.rollout,
+            "composite": composite,
+            "dimensions": dimensions if composite is not None else None,
+            "reward": trajectory.reward,
+            "ended_by": trajectory.ended_by,
+            "turns": trajectory.turns,
+            "assistant_tokens": sum(trajectory.mask),
+            "grade": dict(trajectory.grade),
+        }
+        for name, value in says.items():
+            if item[name] != value:
+                raise Refused(f"{path}: {name} is {item[name]!r} in the item, {value!r} by {place}.")
+        rules = {name: getattr(judge_messages(trajectory.messages), name) for name in DIMENSIONS}
+        by_rules = dimensions if exp.protocol.judge.kind == "rule" else item["rules"]
+        if by_rules is not None and trajectory.trains and by_rules != rules:
+            raise Refused(f"{path}: the rules give {rules} for the messages in {place}, not {by_rules}.")
+        found.append((place, trajectory))
+    return found
+
+
+def check_advantages(run_dir: Path, exp: Experiment) -> None:
+    """Refused unless the advantages of every training step are those of its composites and logprobs."""
+    for arm in exp.arms:
+        for path in sorted((run_dir / "trajectories").glob(f"train-{arm.name}-*.jsonl")):
+            lines = lines_of(path)
+            if any(isinstance(value, str) for line in lines for value in line["advantages"] or ()):
+                continue  # not finite, and written as text: the step was refused
+            for task, rows in groupby(lines, key=lambda line: line["task_index"]):
+                group = list(rows)
+                teachers = [line["teacher"] for line in group]
+                if arm.kind == "sdpo_logit":
+                    continue  # its loss is of logits, which are not written down
+                advantages = group_advantages(
+                    arm.kind,
+                    [composite_of(line) for line in group],
+                    [line["mask"] for line in group],
+                    [(line["teacher"] or {}).get("student") or line["sampler_logprobs"] for line in group],
+                    [None if teacher is None else teacher["logprobs"] for teacher in teachers],
+                    clip=exp.protocol.advantage.clip,
+                    hybrid_weight=arm.hybrid_weight,
+                )
+                for line, row in zip(group, advantages, strict=True):
+                    if any(abs(a - b) > CLOSE for a, b in zip(line["advantages"], row, strict=True)):
+                        where = f"task {task}, rollout {line['rollout']}"
+                        raise Refused(
+                            f"{path}: the advantages of {where} are not those of its composites and logprobs."
+                        )
+
+
+def composite_of(line: Mapping[str, Any]) -> float | None:
+    """The composite of one line of trajectories/*.jsonl, from its dimensions; None for one that leaves its group."""
+    if line["judgement"] is None or not Trajectory.from_json(line).trains:
+        return None
+    return Judgement(**{name: line["judgement"][name] for name in DIMENSIONS}, rationale={}).composite
+
+
+def check_rewards(trajectories: list[tuple[Path, Trajectory]]) -> str:
+    """How many episodes were graded anew from their tool calls; Refused where one gives another reward or grade."""
+    from paritygate import retail
+
+    try:
+        source = retail.load()
+    except BadInputError:
+        return "no reward graded anew: PARITYGATE_TAU_BENCH names no tau-bench retail folder"
+    for path, trajectory in trajectories:
+        if trajectory.ended_by not in GRADED:
+            if trajectory.reward != 0.0:
+                raise Refused(f"{path}: reward {trajectory.reward} for an episode that ended by {trajectory.ended_by}.")
+            continue
+        episode = retail.RetailEpisode(source, trajectory.split, trajectory.task_index)
+        calls = {call["id"]: call["function"] for m in trajectory.messages for call in m.get("tool_calls") or ()}
+        for message in trajectory.messages:
+            call = calls.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
+            if call is not None and isinstance(call["arguments"], dict) and not episode.done:
+                episode.call(call["name"], call["arguments"])
+        reward = episode.grade(agent_messages(trajectory.messages)).reward
+        if reward != trajectory.reward:
+            raise Refused(f"{path}: its tool calls and messages earn a reward of {reward}, not {trajectory.reward}.")
+    return f"{len(trajectories)} rewards graded anew"
+
+
+def check_page(run_dir: Path, root: Path) -> str:
+    """Refused unless report.html is what the files of the run gave when it was made, before its own phase ended.
+
+    Other versions of what draws it may draw otherwise: then the page is not judged, and the sentence says so.
+    """
+    from paritygate.report.files import read_run
+    from paritygate.report.page import PAGE, render
+
+    then = record_of(run_dir / "receipt.json")["predicate"]["buildDefinition"]["internalParameters"]["installed"]
+    here = installed(root)
+    if other := [name for name in ("jinja2", "matplotlib") if then.get(name) != here.get(name)]:
+        return f"the page was not made anew: another {other[0]} made it"
+    run = read_run(run_dir)
+    run = dataclasses.replace(run, phases=tuple(phase for phase in run.phases if phase.name != "report"))
+    if read_plain(run_dir / PAGE, most=2**33) != render(run).encode("utf-8"):
+        raise Refused(f"{run_dir / PAGE} is not the page that the run's files give.")
+    return "the page made anew"
+
+
+def evaluated(run_dir: Path, exp: Experiment) -> list[tuple[Path, Record]]:
+    """The units of the evaluation with their files, in the order of arms, tasks and rollouts."""
+    paths = [
+        path
+        for arm in exp.arms
+        for path in sorted((run_dir / "units" / f"evaluate-{arm.name}").glob("task-*.json"), key=numbers)
+    ]
+    return [(path, record_of(path)) for path in paths]
+
+
+def numbers(path: Path) -> tuple[int, ...]:
+    """(task, rollout) of `task-0012-0.json`."""
+    return tuple(int(part) for part in path.stem.split("-")[1:])
+
+
+def record_of(path: Path) -> Record:
+    """The JSON object in a file of the run."""
+    return parse_json(read_plain(path))
+
+
+def lines_of(path: Path) -> list[Record]:
+    """The JSON objects in a file of the run, one a line."""
+    return [parse_json(line) for line in read_plain(path, most=2**33).splitlines()]
