@@ -55,6 +55,9 @@ def test_the_artifact_says_what_ran_and_what_came_out(spec: Synthetic, tmp_path:
     assert not any("success_rate" in key or "accuracy" in key for key in facts["results"][0]["updates"][0])
     for name, digest in facts["sha256"].items():
         assert hashlib.sha256((ROOT / name).read_bytes()).hexdigest() == digest
+    compiled = {path.relative_to(ROOT).as_posix() for path in (ROOT / "impl/paritygate/losses").rglob("*.[ch]pp")}
+    assert compiled
+    assert compiled | {"impl/paritygate/native/vector.hpp"} <= set(facts["sha256"])
     assert {"impl/run.py", "impl/paritygate/losses/spod/packed.py", "impl/paritygate/synthetic/training.py"} <= set(
         facts["sha256"]
     )
@@ -199,3 +202,14 @@ def test_a_full_disk_is_one_sentence(small: Synthetic, tmp_path: Path, monkeypat
     monkeypatch.setattr(component, "write_atomic", full)
     with pytest.raises(BadInputError, match=r"spod\.json cannot be written: No space left on device\."):
         component.run(small, root=ROOT, output=tmp_path / "spod.json", quiet=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("green")
+def test_a_gpu_gives_the_same_bytes_twice_and_the_gates_of_the_cpu(spec: Synthetic, tmp_path: Path) -> None:
+    once, again = (written(spec, tmp_path / f"{name}.json", device="cuda") for name in ("once", "again"))
+    assert once["results"] == again["results"]
+    assert once["audit"] == again["audit"]
+    first = [written(spec, tmp_path / "cpu.json")["audit"], once["audit"]]  # of the first update: the same weights
+    gates = [[(row["episode"], row["state"], row["gate"]) for row in rows] for rows in first]
+    assert gates[0] == gates[1]

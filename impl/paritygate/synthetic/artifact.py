@@ -18,7 +18,8 @@ NOTE = (
     "synthetic environment. None of them is a success rate, and nothing here says what an agent can do."
 )
 RUNNER = "impl/run.py"
-MODULES = ("impl/paritygate/synthetic", "impl/paritygate/losses")
+MODULES = ("impl/paritygate/synthetic", "impl/paritygate/losses", "impl/paritygate/native")
+SOURCES = (".py", ".cpp", ".hpp")
 
 
 def artifact(
@@ -49,8 +50,8 @@ def artifact(
 
 
 def digests(root: Path) -> dict[str, str]:
-    """Path -> sha256 of the runner and of every module of the component and of the losses."""
-    modules = sorted(path for folder in MODULES for path in (root / folder).rglob("*.py"))
+    """Path -> sha256 of the runner and of every source of the component, of the losses and of what compiles them."""
+    modules = sorted(path for folder in MODULES for path in (root / folder).rglob("*") if path.suffix in SOURCES)
     return {str(path.relative_to(root)): sha256_file(path) for path in [root / RUNNER, *modules]}
 
 
