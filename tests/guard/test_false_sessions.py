@@ -219,7 +219,7 @@ def poison_rewritten(tree: Tree, name: str, *edits: tuple[str, str]) -> None:
 def test_poisoned_bytecode_of_a_test_file_is_not_read(bare: Tree) -> None:
     bare.edit("impl/paritygate/losses/toy.py", "len(numbers)", "(len(numbers) + 1)")
     poison_rewritten(bare, "tests/parity/test_toy.py", ("losses.toy.value(numbers)", "reference.value(numbers)"))
-    done = bare.python("-c", PLAIN_SESSION)
+    done = bare.python("-c", PLAIN_SESSION, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert "1 passed" in done.stdout, done  # pytest by itself reads it, and sees nothing
     not_green(bare, bare.parity(), "tests/parity/test_toy.py::test_value failed")
 
