@@ -45,6 +45,14 @@ MUTANTS = (
         "size = group.shape[-1]\n"
         "    advantage = (centred - centred.mean(dim=-1, keepdim=True)) / scale * (size / max(size - 1, 1))",
     ),
+    Mutant(
+        "advantage-attached",
+        "the advantage carries the rewards' graph",
+        "grpo/constant",
+        "losses/grpo.py",
+        "dtype=torch.float64).detach()",
+        "dtype=torch.float64)",
+    ),
 )
 
 HARMLESS = (

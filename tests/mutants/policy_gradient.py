@@ -269,6 +269,22 @@ MUTANTS = (
         "(0.0 - objective.value.sum())",
         "(0.0 - objective.value.mean())",
     ),
+    Mutant(
+        "sampler-differentiated",
+        "the sampler's log-probabilities are differentiated too",
+        "policy_gradient/constants",
+        "losses/policy_gradient.py",
+        'old = as_float(sampler_logprobs, "sampler_logprobs").detach().double()',
+        'old = as_float(sampler_logprobs, "sampler_logprobs").double()',
+    ),
+    Mutant(
+        "advantages-differentiated",
+        "the advantages are differentiated too",
+        "policy_gradient/constants",
+        "losses/policy_gradient.py",
+        'weight = as_float(advantages, "advantages").detach().double()',
+        'weight = as_float(advantages, "advantages").double()',
+    ),
 )
 
 HARMLESS = (

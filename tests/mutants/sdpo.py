@@ -202,4 +202,28 @@ MUTANTS = (
         "decimals = [c or 0.0 for c in decimals]\n"
         "    reached = [(c, i) for i, c in enumerate(decimals) if i != index and c >= least]",
     ),
+    Mutant(
+        "another-default-clip",
+        "the default clip changed",
+        "sdpo/default_clip",
+        "losses/sdpo/advantages.py",
+        "clip: float = 5.0",
+        "clip: float = 4.0",
+    ),
+    Mutant(
+        "trust-region-attached",
+        "the trust-region teacher is attached to the student",
+        "sdpo/constants",
+        "losses/sdpo/teachers.py",
+        "start, end = as_float(start, name).detach(), as_float(end, name).detach()",
+        "start, end = as_float(start, name).detach(), as_float(end, name)",
+    ),
+    Mutant(
+        "ema-aliases-its-input",
+        "a teacher of rate 0 is the tensor that came in",
+        "sdpo/constants",
+        "losses/sdpo/teachers.py",
+        "(end if rate == 1.0 else start).to(start.dtype, copy=True)",
+        "(end if rate == 1.0 else start).to(start.dtype)",
+    ),
 )

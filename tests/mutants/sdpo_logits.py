@@ -306,6 +306,22 @@ MUTANTS = (
         "SMALLEST_TAIL = 1e-6",
         "SMALLEST_TAIL = 1.0",
     ),
+    Mutant(
+        "padding-has-a-ratio",
+        "the reverse KL's gradient of a padded column is 0 times -inf - -inf",
+        "sdpo/padded_vocabulary",
+        "losses/buckets.py",
+        "return mass * torch.where(mass > 0, ratios - common, 0.0)",
+        "return mass * (ratios - common)",
+    ),
+    Mutant(
+        "factor-of-the-divergence-ignored",
+        "the gradient of twice the loss is that of the loss",
+        "sdpo/factor",
+        "losses/sdpo/divergence.py",
+        "ctx.options, tuple(saved), grad)",
+        "ctx.options, tuple(saved), (grad != 0) / len(grad))",
+    ),
 )
 
 HARMLESS = (

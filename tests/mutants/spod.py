@@ -262,6 +262,38 @@ MUTANTS = (
         "weights=torch.where(protected[action_index, None], 0.0, weights[:, None] * kl.weights)",
         "weights=weights[:, None] * kl.weights",
     ),
+    Mutant(
+        "factor-ignored",
+        "the gradient of twice the loss is that of the loss",
+        "spod/factor",
+        "losses/spod/packed.py",
+        "scale = grad_loss.double()",
+        "scale = torch.ones_like(grad_loss).double()",
+    ),
+    Mutant(
+        "factor-ignored-when-fused",
+        "the gradient of twice the fused loss is that of the loss",
+        "spod/factor",
+        "losses/spod/fused.py",
+        "made = [g if g is None else g.mul_(grad_loss) for g in made]",
+        "made = list(made)",
+    ),
+    Mutant(
+        "head-of-the-last-chunk",
+        "the head's gradient is that of the last chunk",
+        "spod/fused",
+        "losses/spod/fused.py",
+        "first = self.grad_head is None",
+        "first = True",
+    ),
+    Mutant(
+        "floor-gradient-at-the-floor",
+        "an action exactly at its floor has the floor's gradient",
+        "spod/at_floor",
+        "losses/gate.py",
+        "below = protected & (l_p < math.log(tau0))",
+        "below = protected & (l_p <= math.log(tau0))",
+    ),
 )
 
 HARMLESS = (

@@ -68,3 +68,15 @@ def test_reference_against_sixty_digits() -> None:
             compare("grpo/oracle", actual, expected, dtype="float64", oracle="mpmath")
 
     the_reference_has_sixty_digits_value()
+
+
+@pytest.mark.obligation("grpo/constant")
+def test_advantages_are_constants(losses: Any, device: str) -> None:
+    for rewards in ([0.0, 1.0], [1.0, 1.0, 1.0], [0.5], [2.0, 3.0, 7.0]):
+        leaf = torch.tensor(rewards, dtype=torch.float64, device=device, requires_grad=True)
+        advantages = losses.grpo.group_mean_advantage(leaf)
+        reached = torch.zeros_like(leaf)
+        if advantages.requires_grad:
+            reached = torch.autograd.grad((advantages * torch.arange(1.0, len(rewards) + 1)).sum(), leaf)[0]
+        compare("grpo/constant", reached, [0.0] * len(rewards), dtype="float64")
+        compare("grpo/constant", float(advantages.requires_grad), 0.0, dtype="float64", where="attached")

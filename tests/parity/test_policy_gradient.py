@@ -229,3 +229,16 @@ def test_what_a_service_is_held_to(name: str) -> None:
         compare("policy_gradient/service_oracle", weights, slopes, **about)
 
     the_oracle_is_the_reference()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.obligation("policy_gradient/constants")
+def test_sampler_and_advantages_are_constants(losses: Any, device: str, dtype: str) -> None:
+    new, old, advantages = (tensor(x, dtype, device).requires_grad_() for x in ([-1.0, -2], [-1.5, -1], [1.0, -0.5]))
+    loss = losses.policy_gradient.importance_sampling_loss(new, old, advantages)
+    leaves = (old, advantages)
+    for where, gradient in zip(
+        ("sampler", "advantages"), torch.autograd.grad(loss, leaves, allow_unused=True), strict=True
+    ):
+        reached = torch.zeros_like(new) if gradient is None else gradient
+        compare("policy_gradient/constants", reached, [0.0, 0.0], dtype=dtype, where=where)

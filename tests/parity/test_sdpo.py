@@ -396,3 +396,78 @@ def test_logit_level_through_the_embedded_server(
     assert got.keys() == wanted.keys()
     for name, gradient in got.items():
         compare("sdpo/service_gradient", gradient, wanted[name], dtype="float32", where=name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.obligation("sdpo/default_clip")
+def test_the_clip_is_five_where_none_is_given(losses: Any, device: str, dtype: str) -> None:
+    rows = [tensor(x, dtype, device) for x in ([-1.0, -9.0, -0.5, -1.0], [-2.0, -1.0, -8.0, -5.5])]
+    mask = torch.ones(4, dtype=torch.bool, device=device)
+    compare("sdpo/default_clip", losses.sdpo.token_advantage(*rows, mask), [1.0, -5.0, 5.0, 4.5], dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.obligation("sdpo/constants")
+def test_advantages_and_teachers_are_constants(losses: Any, device: str, dtype: str) -> None:
+    """Nothing is attached, and what was made does not move when what it was made of does, as an optimizer's step."""
+    mask = torch.ones(3, dtype=torch.bool, device=device)
+
+    def made(name: str, rate: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if name.endswith("_advantage"):
+            return getattr(losses.sdpo, name)(a, b, 0.25 if name == "hybrid_advantage" else mask)
+        return getattr(losses.sdpo, name)(a, b, *(() if name in ("current", "frozen_initial") else (rate,)))
+
+    teachers = [("ema", 0.0), ("ema", 0.5), ("ema", 1.0), ("trust_region", 0.0), ("trust_region", 0.5)]
+    plain = ["token_advantage", "sequence_advantage", "hybrid_advantage", "current", "frozen_initial"]
+    for name, rate in (*teachers, *((name, 0.0) for name in plain)):
+        leaves = [tensor(x, dtype, device).requires_grad_() for x in ([-1.0, -2.0, -0.5], [-1.5, -0.25, -3.0])]
+        value = made(name, rate, *leaves)
+        compare("sdpo/constants", float(value.requires_grad), 0.0, dtype=dtype, where=f"{name} attached")
+        before = value.detach().clone()
+        for leaf in leaves:
+            leaf.data.sub_(1.0)
+        compare("sdpo/constants", value, before, dtype=dtype, where=f"{name} aliased")
+    student, teacher = (tensor(x, dtype, device).requires_grad_() for x in ([[[0.0, 1.0]]], [[[1.0, 0.5]]]))
+    for divergence in ("forward_kl", "reverse_kl", "jsd"):
+        loss = losses.sdpo.logit_loss(student, teacher, mask[:1][None], divergence=divergence)
+        (gradient,) = torch.autograd.grad(loss, (teacher,), allow_unused=True)
+        reached = torch.zeros_like(teacher) if gradient is None else gradient
+        compare("sdpo/constants", reached, [[[0.0, 0.0]]], dtype=dtype, where=f"teacher of {divergence}")
+
+
+def two_rows(dtype: str, device: str, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Student and teacher logits (1, 2, 5) and `padding` entries of -inf, and a mask of ones."""
+    rng = np.random.default_rng(5)
+    sides = [rounded(rng.normal(size=(1, 2, 5)), dtype) for _ in range(2)]
+    holes = np.full((1, 2, padding), -np.inf)
+    pair = [tensor(np.concatenate([side, holes], axis=-1), dtype, device) for side in sides]
+    return pair[0], pair[1], torch.ones(1, 2, dtype=torch.bool, device=device)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.obligation("sdpo/padded_vocabulary")
+def test_a_padded_vocabulary(losses: Any, device: str, dtype: str, divergence: str) -> None:
+    for top_k in (None, 3):
+        options = {"divergence": divergence, "top_k": top_k}
+        student, teacher, mask = two_rows(dtype, device, 3)
+        leaf = student.requires_grad_()
+        (attached,) = torch.autograd.grad(losses.sdpo.logit_loss(leaf, teacher, mask, **options), leaf)
+        closed = losses.sdpo.logit_loss_grad(student.detach(), teacher, mask, **options)
+        for where, gradient in (("autograd", attached), ("closed form", closed)):
+            compare("sdpo/padded_vocabulary", gradient[..., 5:], np.zeros((1, 2, 3)), dtype=dtype, where=where)
+            finite = float(torch.isfinite(gradient).all())
+            compare("sdpo/padded_vocabulary", finite, 1.0, dtype=dtype, where=f"{where} finite")
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.obligation("sdpo/factor")
+def test_a_factor_of_the_loss(losses: Any, device: str, dtype: str, divergence: str) -> None:
+    """By powers of two, which round nothing; 0 makes every gradient 0."""
+    student, teacher, mask = two_rows(dtype, device, 0)
+    leaf = student.requires_grad_()
+    (gradient,) = torch.autograd.grad(losses.sdpo.logit_loss(leaf, teacher, mask, divergence=divergence), leaf)
+    for factor in (4.0, -0.5, 0.0):
+        loss = factor * losses.sdpo.logit_loss(leaf, teacher, mask, divergence=divergence)
+        compare("sdpo/factor", torch.autograd.grad(loss, leaf)[0], factor * gradient, dtype=dtype, where=f"{factor}")

@@ -1,5 +1,7 @@
 """SPOD, packed, in place and padded, against the reference, per dtype and regime; the reference against 60 digits."""
 
+import inspect
+import math
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from paritygate.harness import compare
-from paritygate.harness.strategies import DTYPES, REGIMES, tensor
+from paritygate.harness.strategies import DTYPES, REGIMES, rounded, tensor
 from paritygate_reference import sdpo as sdpo_reference
 from paritygate_reference import spod as reference
 from tests import oracle
@@ -141,6 +143,9 @@ def test_padded(losses: Any, device: str, dtype: str, regime: str) -> None:
 def test_fused_with_the_head(losses: Any, device: str, dtype: str) -> None:
     """Hidden states and heads of halves and quarters, so that the logits are exact in every dtype."""
 
+    form = inspect.signature(losses.spod.fused_linear_success_preserving_loss)
+    in_chunks = "chunk_tokens" in form.parameters
+
     @settings(max_examples=30)
     @given(spod_cases(dtype, "ordinary", vocabularies=(2, 7, 33)))
     def the_fused_form_is_the_reference_s(case: SpodCase) -> None:
@@ -153,6 +158,8 @@ def test_fused_with_the_head(losses: Any, device: str, dtype: str) -> None:
         expected, gates, slopes = expected_of(case)
         leaves = [tensor(x, dtype, device).requires_grad_() for x in (hidden[0], head[0])]
         arguments = {k: v for k, v in case.arguments(device).items() if not k.endswith("_logits")}
+        if in_chunks:  # actions longer than a chunk, chunks of several actions, one chunk of all
+            arguments["chunk_tokens"] = int(rng.choice([1, 2, 3, rows + 1]))
         result = losses.spod.fused_linear_success_preserving_loss(
             *leaves, tensor(hidden[1], dtype, device), tensor(head[1], dtype, device), **arguments
         )
@@ -260,3 +267,83 @@ def test_reference_against_sixty_digits(regime: str) -> None:
             compare("spod/oracle", slopes, oracle.as_floats(exact["gradient"]), **labels)
 
     the_reference_has_sixty_digits_loss_gate_and_gradient()
+
+
+def two_actions(dtype: str, device: str, padding: int = 0) -> dict[str, Any]:
+    """An action of two tokens and one of one, in an episode that succeeded and one that failed; five entries."""
+    rng = np.random.default_rng(6)
+    holes = np.full((3, padding), -np.inf)
+    student, teacher = (np.concatenate([rounded(rng.normal(size=(3, 5)), dtype), holes], axis=1) for _ in range(2))
+    teacher[:2, 0] = -8.0  # the first is protected, and under its floor
+    index = torch.tensor([0, 0, 1], device=device)
+    return {
+        "student_logits": tensor(student, dtype, device).requires_grad_(),
+        "teacher_logits": tensor(teacher, dtype, device),
+        "actions": torch.tensor([0, 0, 1], device=device),
+        "action_index": index,
+        "episode_index": index[1:],
+        "success": torch.tensor([True, False], device=device),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.obligation("spod/padded_vocabulary")
+def test_a_padded_vocabulary(losses: Any, device: str, dtype: str) -> None:
+    padded = two_actions(dtype, device, padding=3)
+    loss = losses.spod.success_preserving_loss(**padded).loss
+    (attached,) = torch.autograd.grad(loss, padded["student_logits"])
+    detached = {**padded, "student_logits": padded["student_logits"].detach()}
+    closed = losses.spod.success_preserving_loss_and_grad(**detached)[1]
+    for where, gradient in (("autograd", attached), ("closed form", closed)):
+        compare("spod/padded_vocabulary", gradient[:, 5:], np.zeros((3, 3)), dtype=dtype, where=where)
+        finite = float(torch.isfinite(gradient).all())
+        compare("spod/padded_vocabulary", finite, 1.0, dtype=dtype, where=f"{where} finite")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.obligation("spod/factor")
+def test_a_factor_of_the_loss(losses: Any, device: str, dtype: str) -> None:
+    """By powers of two, which round nothing; 0 makes every gradient 0."""
+    given_ = two_actions(dtype, device)
+    leaf = given_["student_logits"]
+    rest = {k: v for k, v in given_.items() if not k.endswith("_logits")}
+    heads = [tensor(x, dtype, device) for x in (np.eye(5)[:3] * 2, np.arange(25.0).reshape(5, 5) / 8)]
+    leaves = [x.requires_grad_() for x in heads]
+    teachers = [x.detach().flip(0) for x in heads]
+    padded_logits = [given_[f"{side}_logits"][None, :, None] for side in ("student", "teacher")]
+    ones = torch.ones(1, 3, 1, dtype=torch.bool, device=device)
+
+    def packed() -> torch.Tensor:
+        return losses.spod.success_preserving_loss(**given_).loss
+
+    def padded() -> torch.Tensor:
+        tokens = given_["actions"][None, :, None]
+        return losses.spod.success_preserving_loss_padded(*padded_logits, tokens, ones, given_["success"][:1]).loss
+
+    def fused() -> torch.Tensor:
+        return losses.spod.fused_linear_success_preserving_loss(*leaves, *teachers, **rest).loss
+
+    for name, form, inputs in (("packed", packed, [leaf]), ("padded", padded, [leaf]), ("fused", fused, leaves)):
+        gradients = torch.autograd.grad(form(), inputs)
+        for factor in (4.0, -0.5, 0.0):
+            for scaled, gradient in zip(torch.autograd.grad(factor * form(), inputs), gradients, strict=True):
+                compare("spod/factor", scaled, factor * gradient, dtype=dtype, where=f"{name} {factor}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.obligation("spod/at_floor")
+def test_exactly_at_the_floor(losses: Any, device: str, dtype: str) -> None:
+    """log p = -log 2 = log tau0, to the bit in float64: the floor acts below it, not at it."""
+    assert math.log(0.5) == -math.log(2.0)
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    leaf = tensor([[0.0, 0.0]], dtype, device).requires_grad_()
+    rest = {"actions": index, "action_index": index, "episode_index": index}
+    arguments = {"teacher_logits": tensor([[-1.0, 0.0]], dtype, device), **rest}
+    success = torch.ones(1, dtype=torch.bool, device=device)
+    result = losses.spod.success_preserving_loss(leaf, success=success, tau0=0.5, **arguments)
+    compare("spod/at_floor", result.gate, [True], dtype=dtype, where="gate")
+    compare("spod/at_floor", result.loss, 0.0, dtype=dtype, where="loss")
+    (gradient,) = torch.autograd.grad(result.loss, leaf)
+    compare("spod/at_floor", gradient, [[0.0, 0.0]], dtype=dtype, where="gradient")
+    _, closed = losses.spod.success_preserving_loss_and_grad(leaf.detach(), success=success, tau0=0.5, **arguments)
+    compare("spod/at_floor", closed, [[0.0, 0.0]], dtype=dtype, where="closed form")
