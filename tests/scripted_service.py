@@ -71,6 +71,7 @@ class ScriptedService:
     """Stands where `connect()` would give a Backend; one object holds what a server would, over sessions and runs."""
 
     endpoint = "http://scripted"
+    api_key = None
     embedded = False
 
     def __init__(self, script: Script | None = None) -> None:

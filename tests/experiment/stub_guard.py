@@ -1,5 +1,6 @@
 """Stands in for the guard in tests of the protocol: the tree counts as proven, so that no parity session is needed.
 
+The proof of the service is stood in for as well (stub_proof.py).
 The guard itself is tested in tests/guard, and the real order of things in the end-to-end test.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 from paritygate import receipts
 from paritygate.receipts import canonical, provenance, write_atomic
 from paritygate.receipts.parity import ParityReceipt, read_parity_receipt, statement_of
+from tests.experiment import stub_proof
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL = {"dtype": "none", "regime": "none", "oracle": "none", "comparisons": 1, "worst_margin": 0.0}
@@ -38,6 +40,7 @@ def receipt(folder: Path) -> ParityReceipt:
 def install(folder: Path | None = None, monkeypatch: Any = None) -> None:
     """Make the guard answer with the stand-in in this process, or for one test with its `monkeypatch`."""
     from paritygate.experiment.correctness import parity
+    from paritygate.experiment.phases.preflight import service_proof
 
     made = receipt(folder or Path(tempfile.mkdtemp()))
 
@@ -47,4 +50,5 @@ def install(folder: Path | None = None, monkeypatch: Any = None) -> None:
     replace = setattr if monkeypatch is None else monkeypatch.setattr
     replace(receipts, "require_parity", stand_in)
     replace(parity, "guard", stand_in)
+    replace(service_proof, "prove_at", stub_proof.prove_at)
     replace(provenance, "refuse_other_code", lambda *_: None)

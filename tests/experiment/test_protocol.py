@@ -87,6 +87,7 @@ def check_chain(run: Path) -> None:
         "design_check",
         "correctness_preflight",
         "service_preflight",
+        "service_proof",
         "restoration_preflight",
         "forced_checks",
         "timing_pilot",

@@ -40,6 +40,7 @@ class Backend:
         embedded: bool,
     ) -> None:
         self.endpoint = guard.base_url
+        self.api_key = guard.api_key  # None: the SDK's own credentials
         self.embedded = embedded
         named = [(str(model.model_name), model) for model in capabilities if model.model_name]
         self.models: tuple[str, ...] = tuple(name for name, _ in named)

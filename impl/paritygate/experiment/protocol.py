@@ -57,6 +57,11 @@ PHASES: tuple[Phase, ...] = (
         "reachable, capabilities, model names as reported; one trajectory through everything (exit 5)",
     ),
     Phase(
+        "service_proof",
+        "preflight.service_proof:service_proof",
+        "losses, gradients, optimiser, states and sampling of the service against their definitions (exit 3)",
+    ),
+    Phase(
         "warm_start",
         "warm_start:warm_start",
         "supervised steps on gold episodes, the same weights for every arm",

@@ -114,7 +114,7 @@ class Connection:
     """Where the service is, how long a call may take, and what has been called so far."""
 
     base_url: str
-    api_key: str
+    api_key: str | None  # None: the SDK's own credentials
     model: str
     limit: float = 120.0
     journal: Journal = field(default_factory=Journal)
@@ -174,7 +174,7 @@ class Connection:
             return
 
 
-def probe(base_url: str, api_key: str, seconds: float = 10.0) -> None:
+def probe(base_url: str, api_key: str | None, seconds: float = 10.0) -> None:
     """Ask GET /api/v1/healthz twice, `seconds` at the most; BackendError says in one sentence what is wrong."""
     url = f"{base_url.rstrip('/')}/api/v1/healthz"
     reason = ""
@@ -182,10 +182,12 @@ def probe(base_url: str, api_key: str, seconds: float = 10.0) -> None:
         if attempt:
             time.sleep(0.5)
         try:
-            request = urllib.request.Request(url, headers={"X-API-Key": api_key})
+            request = urllib.request.Request(url, headers={} if api_key is None else {"X-API-Key": api_key})
             body = _with_limit("healthz", lambda request=request: _get(request, seconds / 2), seconds / 2)
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
+                if api_key is None:
+                    return
                 raise BackendError(f"{base_url} refuses the API key; correct TINKER_API_KEY.") from None
             reason = f"GET {url} has HTTP status {error.code}"
             if error.code == 404:

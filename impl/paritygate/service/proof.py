@@ -17,7 +17,7 @@ from paritygate.service.runner import Result, prepare, prove
 
 def prove_at(
     url: str,
-    api_key: str,
+    api_key: str | None,
     model: str | None,
     obligations: Obligations,
     *,

@@ -1,6 +1,7 @@
 """The part of an experiment that the original spec says only in prose, as data."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,10 +124,14 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Which model the embedded server loads where no service is named, and the dtype of its frozen weights."""
+    """Which model the embedded server loads where no service is named, and the dtype of its frozen weights.
+
+    undecided: obligations of spec/service.json that need not be shown by the service, each with the reason.
+    """
 
     embedded_model: str | None
     embedded_dtype: Literal["float32", "bfloat16"]
+    undecided: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

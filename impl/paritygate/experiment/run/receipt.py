@@ -34,7 +34,7 @@ def dependencies(state: State) -> list[Record]:
     from paritygate.spec.pins import COOKBOOK, TREE_REFERENCE
 
     service, exp = state.facts("service_preflight"), state.exp
-    probe = service.get("probe", {})
+    probe, proof = service.get("probe", {}), state.facts("service_proof")
     restoration = state.facts("restoration_preflight")
     reported = {key: probe.get(key, {}) for key in ("base_model", "lora_rank")}
     adam = {"passed": restoration.get("adam", {}), "read_back": restoration.get("adam_read_back", "not asked")}
@@ -51,6 +51,7 @@ def dependencies(state: State) -> list[Record]:
         {"name": TREE_REFERENCE, "digest": {"sha256": reference_digest(state)}},
         {"name": "tinker SDK", "annotations": {"version": service.get("sdk")}},
         {"name": "service", "annotations": {"endpoint": service.get("endpoint"), "models": service.get("models", [])}},
+        *([{"name": "service proof", "digest": {"sha256": proof["sha256"]}}] if proof else []),
         {"name": "base model", "annotations": {"model": exp.base_model, "reported": reported, "adam": adam}},
         {"name": "user simulator", "annotations": dataclasses.asdict(exp.protocol.user)},
         {"name": "judge", "annotations": dataclasses.asdict(exp.protocol.judge) | {"judged": judged(state)}},

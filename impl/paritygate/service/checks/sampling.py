@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -175,30 +175,51 @@ def next_logprobs(lab: Lab, t: Trained, tokens: Sequence[int]) -> Array:
     return np.array([row[-1] for row in rows])
 
 
-def chi_square(counts: Mapping[int, int], logprobs: Mapping[int, float], temperature: float, *, tail: bool) -> float:
-    """Chi-square of drawn tokens over its critical value at p = 1e-7 (Wilson and Hilferty's approximation).
+def chi_square(
+    counts: Mapping[int, int],
+    logprobs: Mapping[int, float],
+    temperature: float,
+    *,
+    rest: Literal["all", "seen", "none"],
+) -> float:
+    """Chi-square of drawn tokens over its critical value at p = 1e-7, the larger of two ways to bin them.
 
-    tail: one more bin for all other tokens, whose probability is what the seen ones leave (temperature 1 only).
+    A bin for each token that is expected often enough sees a single wrong token; some 16 bins of tokens in the order
+    of their probability see a wrong temperature in fewer draws. Rarer tokens were chosen by being drawn, so they are
+    one bin together: with "all" others, where the probability of the frequent ones is known (temperature 1); with what
+    was "seen" alone, which is a little less than all; or with "none".
     """
     total = sum(counts.values())
-    p = np.exp(np.array([logprobs[token] for token in counts]) / temperature)
-    seen = np.array(list(counts.values()), float)
-    p = p if tail else p / p.sum()
-    big = p * total >= EXPECTED
-    expected, observed = list(p[big] * total), list(seen[big])
-    rest = (1.0 if tail else p.sum()) - p[big].sum()
-    if rest * total >= 1:
-        expected.append(rest * total)
-        observed.append(total - sum(seen[big]))
-    elif total > sum(seen[big]):
-        expected.append(1.0)
-        observed.append(1.0 + total - sum(seen[big]))
-    free = len(expected) - 1
+    order = sorted(counts, key=lambda token: -logprobs[token])
+    p = np.exp(np.array([logprobs[token] for token in order]) / temperature)
+    p = p if rest == "all" else p / p.sum()
+    often = p * total >= EXPECTED
+    seen = np.array([counts[token] for token in order], float)[often]
+    expected = p[often] / p[often].sum() * seen.sum() if rest == "none" else p[often] * total
+    others = [] if rest == "none" else [(total - float(expected.sum()), total - float(seen.sum()))]
+    pairs = list(zip(expected.tolist(), seen.tolist(), strict=True))
+    statistics = [_statistic(pairs, others, least) for least in (EXPECTED, total / 16)]
+    decided = [statistic for statistic in statistics if statistic is not None]
+    if not decided:
+        raise Undecided(f"of {total} draws too few tokens are expected {EXPECTED:g} times")
+    return max(decided)
+
+
+def _statistic(tokens: list[tuple[float, float]], rest: list[tuple[float, float]], least: float) -> float | None:
+    """Chi-square over its critical value (Wilson and Hilferty) of (expected, seen), neighbours joined to `least`."""
+    bins: list[list[float]] = []
+    for expected, seen in tokens:
+        if bins and bins[-1][0] < least:
+            bins[-1] = [bins[-1][0] + expected, bins[-1][1] + seen]
+        else:
+            bins.append([expected, seen])
+    # Where nothing is left for the others, one draw of them is unlikely, and not impossible: logprobs are rounded.
+    bins += [[expected + max(2.0 - expected, 0.0), seen + max(2.0 - expected, 0.0)] for expected, seen in rest]
+    free = len(bins) - 1
     if free < 2:
-        raise Undecided("the next-token distribution has too few likely tokens")
-    statistic = float(((np.array(observed) - np.array(expected)) ** 2 / np.array(expected)).sum())
-    critical = free * (1 - 2 / (9 * free) + CHI_P * np.sqrt(2 / (9 * free))) ** 3
-    return statistic / critical
+        return None
+    statistic = sum((seen - expected) ** 2 / expected for expected, seen in bins)
+    return statistic / (free * (1 - 2 / (9 * free) + CHI_P * np.sqrt(2 / (9 * free))) ** 3)
 
 
 def _held_to(lab: Lab, right: float, wrong: float, what: str, **params: Any) -> Measured:
@@ -207,8 +228,8 @@ def _held_to(lab: Lab, right: float, wrong: float, what: str, **params: Any) -> 
     tokens = sorted(counts)
     logprobs = dict(zip(tokens, next_logprobs(lab, t, tokens), strict=True))
     ordered = {token: counts[token] for token in tokens}
-    figure = chi_square(ordered, logprobs, right, tail=right == 1.0)
-    contrast = chi_square(ordered, logprobs, wrong, tail=False)
+    figure = chi_square(ordered, logprobs, right, rest="all" if right == 1.0 else "none")
+    contrast = chi_square(ordered, logprobs, wrong, rest="all" if wrong == 1.0 else "seen")
     mass = float(np.exp(list(logprobs.values())).sum())
     because = (
         f"{what}: {lab.settings.draws} draws of {len(tokens)} tokens that hold {mass:.4f} of the probability have a "
