@@ -24,6 +24,16 @@ WIDE = Result("gradient/importance_sampling", "departs", 0.97, 0.005, 0.4, "the 
 UNCLEAR = Result("state/saved_exactly", "undecided", because="the noise is too large")
 
 
+@pytest.fixture(autouse=True)
+def met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first contact, before any phase, has tests of its own."""
+
+    async def first_contact(*_: Any) -> None:
+        return None
+
+    monkeypatch.setattr("paritygate.backend.contact.first_contact", first_contact)
+
+
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the SDK's connections
 def test_a_real_proof_is_part_of_the_run(
     run_spec: Any, at_tiny: Any, tiny_server: Running, tmp_path: Path, lean: None, monkeypatch: pytest.MonkeyPatch
