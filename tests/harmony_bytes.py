@@ -53,3 +53,18 @@ def encoded(text: str) -> list[int]:
         ids += [256 + SPECIAL.index(name)] if name else list(text[0].encode())
         text = text[len(name) if name else 1 :]
     return ids
+
+
+def stand_in(replace: Any = setattr) -> None:
+    """Where no hub and no harmony vocabulary are: bytes for gpt-oss, Qwen3.5's tokens for every other model."""
+    from renderers import gpt_oss
+
+    from paritygate.backend import connection, contact
+    from paritygate.backend.vocabulary import offline
+
+    def load(model: str, tokenizer_id: str | None = None, **_: Any) -> Any:
+        return Bytes() if "gpt-oss" in model else offline("Qwen/Qwen3.5-4B")
+
+    replace(gpt_oss, "load_harmony_encoding", lambda name: Structure())
+    for module in (connection, contact):
+        replace(module, "load_tokenizer", load)

@@ -1,4 +1,7 @@
-"""A run in a process of its own, to be killed: SPEC OUTPUT TAU_BENCH [--resume]; with a stub for the guard."""
+"""A run in a process of its own, to be killed: SPEC OUTPUT TAU_BENCH [--resume] [--vocabularies].
+
+With a stub for the guard, and, for a foreign service, stand-ins for vocabularies that are in no package.
+"""
 
 import sys
 from pathlib import Path
@@ -13,12 +16,15 @@ def main() -> int:
     from paritygate.errors import ParityGateError
     from paritygate.experiment.correctness import paths
     from paritygate.spec import load
+    from tests import harmony_bytes
     from tests.experiment import stub_guard
 
     async def none(_: object) -> list[object]:
         return []
 
     stub_guard.install()
+    if "--vocabularies" in sys.argv:
+        harmony_bytes.stand_in()
     paths.model_comparisons = none
     report.write = lambda directory: (Path(directory) / "report.html").write_text("page")
     spec, output, data = sys.argv[1:4]

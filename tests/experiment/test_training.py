@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from paritygate.agent.seeds import derive
-from paritygate.errors import GateStopped
+from paritygate.errors import BackendError, GateStopped
 from paritygate.experiment.run.journal import read_lines
 from paritygate.receipts import PhaseChain
 from tests.experiment.scaled_spec import brief
-from tests.scripted_service import Script, ScriptedService
+from tests.scripted_service import JUDGE, Script, ScriptedService
 
 pytestmark = pytest.mark.usefixtures("lean")
 
@@ -109,23 +109,113 @@ def test_a_diverging_advantage_stops_training(run_spec: Any, scripted: Any, tmp_
     assert [line["kind"] for line in deviations if line["phase"] == "train"] == ["divergence"]
 
 
-def test_an_item_without_a_judgement_makes_the_evaluation_incomplete(
+def test_an_item_without_a_judgement_leaves_the_evaluation_resumable(
     run_spec: Any, scripted: Any, tmp_path: Path
 ) -> None:
+    """Exit 5; a resume tries the missing items alone, with other seeds; the result is then as final as any."""
     service = scripted(ScriptedService())
     run_spec(brief(), until="train")
-    service.script.judge_says = lambda seed: "five stars"
+    lost = {derive(0, "judge", "test", 1, 0, derive(0, "evaluate", 1, 0, a), t) for a in range(3) for t in range(3)}
+    service.script.judge_says = lambda seed: "five stars" if seed in lost else None
     before = len(service.samples)
-    with pytest.raises(GateStopped, match="the evaluation is incomplete: no judgement after 3 tries") as stopped:
+    with pytest.raises(BackendError, match="the evaluation is incomplete: no judgement after 3 tries") as stopped:
         run_spec(brief(), resume=True)
-    assert "task 0 of grpo (the judge was not parsed)" in str(stopped.value)
-    judged = [s for s in service.samples[before:] if s["model"] == "openai/gpt-oss-120b"]
-    assert len(judged) == 2 * 2 * 3 * 3  # arms, items, episodes, the judge's own tries
-    assert len({sample["seed"] for sample in judged}) == 2 * 3 * 3  # the arms are judged alike, every try is another
-    assert not (tmp_path / "run" / "verdict.json").exists()
-    assert "decide" not in PhaseChain(tmp_path / "run").completed
+    assert "task 1 of grpo (the judge was not parsed), task 1 of sdpo_token" in str(stopped.value)
+    assert "--resume tries these 2 of 4 again" in str(stopped.value)
+    judged = [s for s in service.samples[before:] if s["model"] == JUDGE]
+    assert len(judged) == 2 * (1 + 3 * 3)  # arms: item 0 once, item 1 in 3 episodes of 3 tries
+    for name in ("verdict.json", "items.jsonl", "receipt.json"):
+        assert not (tmp_path / "run" / name).exists()
+    assert "evaluate" not in PhaseChain(tmp_path / "run").completed
+    committed = (tmp_path / "run" / "units" / "evaluate-grpo" / "task-0000-0.json").read_bytes()
+
+    before = len(service.samples)
+    run_spec(brief(), resume=True)
+    again = [s for s in service.samples[before:] if s["model"] == JUDGE]
+    assert len(again) == 2  # the missing item of each arm, and nothing else
+    assert lost.isdisjoint(sample["seed"] for sample in again)
+    assert (tmp_path / "run" / "units" / "evaluate-grpo" / "task-0000-0.json").read_bytes() == committed
     items = read_lines(tmp_path / "run" / "items.jsonl")
-    assert [item["composite"] for item in items] == [None] * 4
+    assert [(item["arm"], item["task_index"], item["tries"]) for item in items] == [
+        (arm, task, tries) for arm in ("grpo", "sdpo_token") for task, tries in ((0, 1), (1, 4))
+    ]
+    assert all(item["composite"] is not None for item in items)
+    assert (tmp_path / "run" / "verdict.json").is_file()
+    # Every try is kept, with what the judge said, and the receipt of the phase stands on it.
+    missed = sorted((tmp_path / "run" / "units" / "evaluate-missed-grpo").iterdir())
+    assert [path.name for path in missed] == [f"task-0001-0-try-000{n}.json" for n in range(3)]
+    for path in missed:
+        [line] = read_lines(tmp_path / "run" / json.loads(path.read_bytes())["trajectories"])
+        assert [answer["text"] for answer in line["judge_answers"]] == ["five stars"] * 3
+    deviations = read_lines(tmp_path / "run" / "deviations.jsonl")
+    assert [line["kind"] for line in deviations if line["phase"] == "evaluate"] == ["missing_item_tried_again"] * 2
+
+
+def test_a_judge_that_never_answers_never_ends_the_evaluation(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+    service = scripted(ScriptedService())
+    run_spec(brief(), until="train")
+    service.script.judge_says = lambda seed: ""
+    seeds: list[set[int]] = []
+    for _ in range(2):
+        before = len(service.samples)
+        with pytest.raises(BackendError, match=r"these 4 of 4 again"):
+            run_spec(brief(), resume=True)
+        seeds.append({s["seed"] for s in service.samples[before:] if s["model"] == JUDGE})
+    assert seeds[0].isdisjoint(seeds[1])
+    assert "evaluate" not in PhaseChain(tmp_path / "run").completed
+
+
+def test_a_probe_without_a_judgement_fails_and_shows_the_answer(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+    service = scripted(ScriptedService(Script(judge_says=lambda seed: "The agent did well, I would say 9/10.")))
+    with pytest.raises(BackendError, match=r"gpt-oss-120b gave no judgement .* 3 tries.*I would say 9/10"):
+        run_spec(brief())
+    assert not service.updates  # no client was trained on it
+    [line] = read_lines(tmp_path / "run" / "trajectories" / "service_preflight.jsonl")
+    assert [answer["error"] for answer in line["judge_answers"]] == ["it is no judgement"] * 3
+    service.script.judge_says = lambda seed: None
+    run_spec(brief(), resume=True, until="service_preflight")
+
+
+def test_the_judge_may_think_for_thousands_of_tokens_and_longer_at_a_second_try(
+    run_spec: Any, scripted: Any, tmp_path: Path
+) -> None:
+    service = scripted(ScriptedService(Script(judge_says=lambda seed: "no")))
+    with pytest.raises(BackendError, match="gave no judgement"):
+        run_spec(brief())
+    assert [s["max_tokens"] for s in service.samples if s["model"] == JUDGE] == [4096, 8192, 8192]
+
+
+def test_evaluation_is_bounded_by_the_services_context_and_training_by_the_spec(
+    run_spec: Any, scripted: Any, tmp_path: Path
+) -> None:
+    """An episode of tool calls without end: training stops it at max_seq_len, the evaluation at the context."""
+    service = scripted(ScriptedService(Script(context_length=2600)))
+    spec = brief() | {"max_seq_len": 1200}
+    spec["protocol"]["rollout"] |= {"max_turns": 40, "max_tokens_per_turn": 120}
+    service.script.talkative = True
+    run_spec(spec, until="evaluate")
+    sequences = {}
+    for path in sorted((tmp_path / "run" / "trajectories").glob("*.jsonl")):
+        for line in read_lines(path):
+            sequences.setdefault(path.name.split("-")[0], []).append((len(line["tokens"]), line["ended_by"]))
+    train = [length for name, rows in sequences.items() if name != "evaluate" for length, _ in rows]
+    assert max(train) <= 1200
+    assert {ended for _, ended in sequences["evaluate"]} <= {"sequence_limit", "turn_limit"}
+    assert 1200 < max(length for length, _ in sequences["evaluate"]) <= 2600
+    facts = PhaseChain(tmp_path / "run").record("evaluate")["facts"]
+    assert facts["max_seq_len"] == 2600
+
+
+def test_a_temperature_other_than_1_is_a_deviation(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+    for temperature, kinds in ((0.7, ["temperature"]), (1.0, [])):
+        scripted(ScriptedService())
+        spec = brief()
+        spec["protocol"]["rollout"]["temperature"] = temperature
+        output = tmp_path / f"at-{temperature}"
+        run_spec(spec, until="spec_preflight", output=output)
+        lines = read_lines(output / "deviations.jsonl")
+        assert [line["kind"] for line in lines if line["kind"] == "temperature"] == kinds
+        assert all("0.7" in line["what"] for line in lines if line["kind"] == "temperature")
 
 
 def test_a_simulator_that_fails_once_is_asked_again_with_another_seed(

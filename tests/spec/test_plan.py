@@ -61,6 +61,25 @@ def test_the_room_for_an_episode(tmp_path: Path, tau_bench_dir: Path, turns: int
     assert budget.fits is fits
 
 
+def test_how_many_tasks_fit_as_their_own_gold_actions(tmp_path: Path, tau_bench_dir: Path):
+    """29 of the 60 evaluated tasks do not fit into 8,192 tokens even so: counted apart, with rollouts' own tokens."""
+    from paritygate.experiment.plan.design import gold_lines
+    from paritygate.retail import load as load_retail
+
+    spec = experiment(tmp_path)
+    evaluation, training = fits = forecast.gold_fits(spec, load_retail(tau_bench_dir))
+    assert (evaluation.tasks, training.tasks) == (60, 80)
+    assert evaluation.in_tokens == 60 - 29
+    assert training.in_tokens == 80
+    assert evaluation.longest > 11_000
+    assert 40 < evaluation.in_turns < 60
+    text = " ".join(gold_lines(spec, fits))
+    assert f"31 of 60 tasks fit into 8,192 tokens and {evaluation.in_turns} into 12 turns" in text
+    assert "80 of 80 tasks" in text
+    local = load(spec_folder() / "sdpo-local.json")
+    assert forecast.gold_fits(local, load_retail(tau_bench_dir)) == ()  # its tokenizer is the service's
+
+
 def test_a_policy_whose_tokenizer_the_service_has_is_counted_later(tmp_path: Path, tau_bench_dir: Path):
     from paritygate.retail import load as load_retail
 

@@ -79,6 +79,23 @@ def gold_trajectory(
     )
 
 
+def gold_size(
+    source: Source, split: str, index: int, renderer: Renderer, context: Context, *, confirm: bool = False
+) -> tuple[int, int]:
+    """(tokens, agent turns) of `gold_trajectory` with the same arguments, rendered once: it is the faster to count."""
+    env = RetailEpisode(source, split, index)
+    turns = _turns(env, env.task, context, confirm=confirm)
+    messages: list[Any] = [{"role": "system", "content": context.system}, user_says(opening(env.task))]
+    for said, answers in turns:
+        messages += [said, *answers]
+    last = len(messages) - 1 - len(turns[-1][1])
+    tools: Any = context.rendered_tools
+    rendered = renderer.render(messages[: last + 1], tools=tools)
+    owners = zip(rendered.message_indices, rendered.sampled_mask, strict=True)
+    end = max(place for place, (owner, sampled) in enumerate(owners) if owner == last and sampled)
+    return end + 1, len(turns)
+
+
 def _turns(env: Environment, task: Any, context: Context, *, confirm: bool) -> list[tuple[Message, list[Message]]]:
     """Each agent turn with the messages that answer it; the last is answered by the end of the conversation."""
     turns: list[tuple[Message, list[Message]]] = []

@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 
-from paritygate.backend.connection import reach_without_proxy
+from paritygate.backend.connection import local_host, reach_without_proxy
 from paritygate.backend.credentials import Credential
 from paritygate.backend.guard import in_daemon_thread, probe
-from paritygate.backend.tokenizers import load_tokenizer
+from paritygate.backend.tokenizers import NoTokenizer, load_tokenizer
 from paritygate.errors import BackendError
 
 SECONDS = 8.0  # the probe and the capabilities together
@@ -29,7 +29,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Contact:
-    """What the service said of itself, and the tokenizer of each model that was asked for."""
+    """What the service said of itself, and the tokenizer of each model that was asked for.
+
+    A server on this machine may have a tokenizer that only its training clients name: None stands for it here.
+    """
 
     endpoint: str
     models: tuple[str, ...]
@@ -42,7 +45,7 @@ async def first_contact(needs: Sequence[Need], base_url: str, api_key: str | Non
 
     No session is opened and nothing is created. Raises BadInputError for a missing key or tokenizer, BackendError for a
     refused key, an address without a service, an account without means (HTTP 402), a model that is not served for its
-    role. Tokenizers of a server on this machine that only a training client can name are left to the run.
+    role.
     """
     credential = Credential(base_url, api_key)
     token = await credential.token()
@@ -51,7 +54,7 @@ async def first_contact(needs: Sequence[Need], base_url: str, api_key: str | Non
     served = await _capabilities(base_url, token)
     for need in needs:
         _require(base_url, need, served)
-    tokenizers = {need.model: await _tokenizer(need) for need in needs}
+    tokenizers = {need.model: await _tokenizer(need, local=local_host(base_url) is not None) for need in needs}
     lengths = {name: int(m["max_context_length"]) for name, m in served.items() if m.get("max_context_length")}
     return Contact(base_url, tuple(served), lengths, tokenizers)
 
@@ -78,11 +81,15 @@ def _require(base_url: str, need: Need, served: dict[str, dict[str, Any]]) -> No
             raise BackendError(f"{base_url} reports {need.model}, the {need.role}, as not {flag}.")
 
 
-async def _tokenizer(need: Need) -> Any:
-    """Loaded in a thread that a hub which does not answer cannot keep."""
+async def _tokenizer(need: Need, *, local: bool) -> Any:
+    """Loaded in a thread that a hub which does not answer cannot keep; None where a local server may have it."""
     try:
         async with asyncio.timeout(HUB_SECONDS):
-            return await in_daemon_thread(partial(load_tokenizer, need.model))
+            return await in_daemon_thread(partial(load_tokenizer, need.model, hub=not local))
+    except NoTokenizer:
+        if local:
+            return None
+        raise
     except TimeoutError:
         raise BackendError(
             f"The tokenizer of {need.model}, the {need.role}, did not come from the hub in {HUB_SECONDS:g} s; put its "

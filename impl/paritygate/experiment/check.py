@@ -8,7 +8,13 @@ from typing import Any
 
 from paritygate.errors import BadInputError, ParityGateError
 from paritygate.experiment.plan import benchmark, forecast
-from paritygate.experiment.plan.design import context_lines, design_checks, design_lines, episode_budget_lines
+from paritygate.experiment.plan.design import (
+    context_lines,
+    design_checks,
+    design_lines,
+    episode_budget_lines,
+    gold_lines,
+)
 from paritygate.experiment.protocol import PHASES
 from paritygate.receipts import require_parity
 from paritygate.spec import Experiment
@@ -56,6 +62,7 @@ def plan(
     data = benchmark.facts_of(exp, source) if source is not None else {}
     abridged = context_lines(exp, source) if source is not None else ()
     budget = forecast.episode_budget(exp, source)
+    gold = forecast.gold_fits(exp, source) if source is not None else ()
     sections = (
         Section(exp.title, _overview(exp, device)),
         Section("Phases and gates", _phases(exp)),
@@ -63,7 +70,7 @@ def plan(
         Section(
             "The benchmark", benchmark.lines_of(exp, data) if source is not None else (f"not looked at: {absent}",)
         ),
-        Section("Room for an episode", (*abridged, *episode_budget_lines(exp, budget))),
+        Section("Room for an episode", (*abridged, *episode_budget_lines(exp, budget), *gold_lines(exp, gold))),
         Section("Asked of the service", _asked(exp)),
         Section("Before it may start", _conditions(exp, root, device)),
     )
@@ -73,6 +80,7 @@ def plan(
         "design_check": {name: check.to_json() for name, check in checks.items()},
         "benchmark": data,
         "room": dataclasses.asdict(budget),
+        "gold_fits": [dataclasses.asdict(fit) for fit in gold],
         "episodes": forecast.episodes(exp),
         "asked": [dataclasses.asdict(row) for row in forecast.asked(exp)],
         "frozen_spec": dict(exp.frozen),

@@ -125,13 +125,18 @@ def check_inputs(exp: Experiment, options: Options, directory: Path, *, served: 
 
 async def meet_service(exp: Experiment) -> None:
     """First contact, in seconds, before parity is shown: key, address, models and their uses, tokenizers (exit 5)."""
+    from paritygate.agent import renderer
     from paritygate.backend import contact
 
     needs = [contact.Need("base model", exp.base_model, trained=True)]
     for role, partner in (("user simulator", exp.protocol.user), ("judge", exp.protocol.judge)):
         if partner.kind == "model" and partner.model is not None:
             needs.append(contact.Need(role, partner.model))
-    await contact.first_contact(needs, os.environ["TINKER_BASE_URL"])
+    met = await contact.first_contact(needs, os.environ["TINKER_BASE_URL"])
+    for need in needs:  # harmony's vocabulary is asked for by its renderer
+        tokenizer = met.tokenizers[need.model]
+        if tokenizer is not None:
+            renderer.load(exp.protocol.renderer if need.trained else "auto", tokenizer, model=need.model)
 
 
 async def _walk(

@@ -74,13 +74,19 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """The rubric judge: a served model or the rules; `tries` is how often an unparsed answer is asked for again."""
+    """The rubric judge: a served model or the rules; `tries` is how often it is asked in all.
+
+    max_tokens and, of every try after the first, retry_max_tokens bound an answer, thoughts included. reasoning_effort:
+    None is what the model does by itself (gpt-oss: medium; others: no thinking); another makes others think.
+    """
 
     kind: Literal["model", "rule"]
     model: str | None
     prompt: str
     temperature: float
     max_tokens: int
+    retry_max_tokens: int
+    reasoning_effort: Literal["low", "medium", "high"] | None
     tries: int
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from paritygate.agent.judge import Judgement, RuleJudge, agreement
 from paritygate.agent.rollouts import Rollout
 from paritygate.backend import Sampler
+from paritygate.errors import BackendError
 from paritygate.experiment.run.journal import Record, finite
-from paritygate.experiment.run.outcome import Decided, PhaseStopped
+from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.state import State
 from paritygate.experiment.run.trajectories import write_trajectories
 from paritygate.experiment.step.collector import EVALUATED_AT_ONCE, Collector
@@ -21,18 +22,25 @@ TRIES = 3  # an episode spoilt by the simulator or left without a judgement is t
 
 
 async def evaluate(state: State) -> Decided:
-    """One item an arm, task and rollout, each committed by itself; PhaseStopped when one stays without a judgement."""
+    """One item an arm, task and rollout, each committed by itself.
+
+    Raises BackendError (exit 5) when one stays without a judgement: nothing is imputed and nothing is final, --resume
+    tries the missing items again, with other seeds, and only those.
+    """
     collector = await Collector.of(state, state.settings())
     items = await all_items(state, collector)
-    write_atomic(state.directory / "items.jsonl", b"".join(canonical(finite(item)) + b"\n" for item in items))
     missing = [item for item in items if item["composite"] is None]
-    files = ["items.jsonl", *state.journal.files(PHASE)]
-    facts: Record = {"items": len(items), "arms": _means(state, items), "agreement": agreement_with_rules(items)}
     if missing:
         named = ", ".join(f"task {item['task_index']} of {item['arm']} ({item['missing']})" for item in missing)
-        what = f"the evaluation is incomplete: no judgement after {TRIES} tries with other seeds for {named}"
-        facts["missing"] = [{key: item[key] for key in ("arm", "task_index", "rollout", "missing")} for item in missing]
-        raise PhaseStopped(Decided(what, "a missing item is never imputed, so there is no verdict", facts, files))
+        raise BackendError(
+            f"the evaluation is incomplete: no judgement after {TRIES} tries with other seeds for {named}; a missing "
+            f"item is never imputed, --resume tries these {len(missing)} of {len(items)} again."
+        )
+    write_atomic(state.directory / "items.jsonl", b"".join(canonical(finite(item)) + b"\n" for item in items))
+    files = ["items.jsonl", *state.journal.files(PHASE)]
+    bound = max(collector.context_length, state.exp.max_seq_len)
+    facts: Record = {"items": len(items), "arms": _means(state, items), "max_seq_len": bound}
+    facts["agreement"] = agreement_with_rules(items)
     scores = ", ".join(
         f"{arm} {means['composite']:.3f} (reward {means['reward']:.3f})" for arm, means in facts["arms"].items()
     )
@@ -85,22 +93,34 @@ async def evaluate_arm(state: State, arm: Arm, collector: Collector) -> list[Rec
 async def evaluate_item(
     state: State, arm: Arm, sampler: Sampler, collector: Collector, task: int, rollout: int
 ) -> Record:
-    """One item, committed whole: the first try that is judged and without a simulator's fault, else the last one."""
+    """One item, committed whole: the first try that is judged and without a simulator's fault.
+
+    Every try without is committed by itself, so that the next has other seeds, after a resume too. After TRIES more of
+    them the item of the last is returned, its composite None, and not committed: it is still to be had.
+    """
     unit = f"{PHASE}-{arm.name}/task-{task:04d}-{rollout}"
     committed = state.journal.committed(unit)
     if committed is not None:
         return committed["item"]
     state.account.settle()
     state.account.check()
-    tries = 0
-    while True:
-        episode = await collector.evaluation_episode(sampler, task, rollout, tries)
-        tries += 1
-        if episode.composite is not None or tries == TRIES:
-            break
-    path = write_trajectories(state.directory, f"{PHASE}-{arm.name}-{task:04d}-{rollout}", [episode])
-    item = item_of(arm, task, rollout, episode, tries) | {"rules": await by_rules(state, collector, episode)}
-    return state.journal.commit(unit, {"item": item, "trajectories": path})["item"]
+    missed = f"{PHASE}-missed-{arm.name}/task-{task:04d}-{rollout}-try-"
+    before = len(state.journal.units(missed))
+    item: Record = {}
+    for attempt in range(before, before + TRIES):
+        episode = await collector.evaluation_episode(sampler, task, rollout, attempt)
+        name = f"{PHASE}-{arm.name}-{task:04d}-{rollout}"
+        item = item_of(arm, task, rollout, episode, attempt + 1)
+        if item["composite"] is not None:
+            path = write_trajectories(state.directory, name, [episode])
+            item |= {"rules": await by_rules(state, collector, episode)}
+            if attempt >= TRIES:
+                what = f"{arm.name}, task {task}, rollout {rollout}: judged at try {attempt + 1}, after a resume"
+                state.deviation(PHASE, "missing_item_tried_again", what)
+            return state.journal.commit(unit, {"item": item, "trajectories": path})["item"]
+        path = write_trajectories(state.directory, f"{name}-try-{attempt:04d}", [episode])
+        state.journal.commit(f"{missed}{attempt:04d}", {"missing": item["missing"], "trajectories": path})
+    return item
 
 
 async def by_rules(state: State, collector: Collector, episode: Rollout) -> Record | None:

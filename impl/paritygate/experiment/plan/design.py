@@ -69,6 +69,22 @@ def context_lines(exp: Experiment, source: "Source") -> tuple[str, ...]:
     return (rule,) if rule else ()
 
 
+def gold_lines(exp: Experiment, fits: tuple[forecast.GoldFit, ...]) -> tuple[str, ...]:
+    """How many tasks fit as their own gold actions, in sentences."""
+    rollout = exp.protocol.rollout
+    return tuple(
+        f"{fit.purpose}: as their own gold actions, confirmed once, {fit.in_tokens} of {fit.tasks} tasks fit into "
+        f"{exp.max_seq_len:,} tokens and {fit.in_turns} into {rollout.max_turns} turns; the longest takes "
+        f"{fit.longest:,} tokens."
+        + (
+            " Evaluation is bounded by the context that the service reports, not by max_seq_len."
+            if fit.purpose == "evaluation"
+            else " A longer training episode ends at max_seq_len and is counted (ended_by sequence_limit)."
+        )
+        for fit in fits
+    )
+
+
 def episode_budget_lines(exp: Experiment, budget: forecast.EpisodeBudget) -> tuple[str, ...]:
     """Whether an episode fits, in sentences."""
     rollout = exp.protocol.rollout

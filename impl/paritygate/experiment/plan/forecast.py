@@ -1,13 +1,16 @@
 """What an experiment will ask of the service, and what fits into its context: counted before any money is spent."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paritygate.errors import BadInputError
 from paritygate.experiment.plan.service_obligations import price
 from paritygate.spec import Experiment
 
 if TYPE_CHECKING:
+    from renderers.base import Renderer
+
+    from paritygate.agent.prompt import Context
     from paritygate.retail import Source
 
 
@@ -19,6 +22,21 @@ class Asked:
     model: str
     times: int
     at_most: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GoldFit:
+    """How many tasks of a selection fit as their own gold actions, after the one question that the policy demands.
+
+    in_tokens: those of at most max_seq_len tokens; in_turns: those of at most max_turns agent turns; longest: tokens of
+    the longest. A rollout takes more of both: it looks records up, and asks.
+    """
+
+    purpose: str
+    tasks: int
+    in_tokens: int
+    in_turns: int
+    longest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +117,62 @@ def episode_budget(exp: Experiment, source: "Source | None") -> EpisodeBudget:
     return EpisodeBudget(exp.max_seq_len, prompt, left, sampled, name)
 
 
-def _prompt_tokens(exp: Experiment, source: "Source") -> tuple[int, str] | None:
-    from typing import Any
+def gold_fits(exp: Experiment, source: "Source") -> tuple[GoldFit, ...]:
+    """How many evaluation and training tasks fit as gold; nothing where the policy's vocabulary is the service's."""
+    from dataclasses import replace
 
-    from paritygate.agent import prompt, renderer
+    from paritygate.agent import prompt
+    from paritygate.agent.gold import gold_size
+
+    counted, rendering = _prompt_tokens(exp, source), _policy_renderer(exp)
+    if counted is None or rendering is None:
+        return ()
+    context = prompt.context(exp.protocol.context.kind, source.wiki, source.tools)
+    # The system text stands before every episode unchanged: it is counted once, and the episodes without it.
+    short = replace(context, kind="compact", system="x")
+    saved = counted[0] - _rendered(rendering[0], short)
+    fits: list[GoldFit] = []
+    for purpose, selection in (("evaluation", exp.protocol.evaluation), ("training", exp.protocol.train)):
+        indices = selection.indices(len(source.tasks(selection.split)))
+        sizes = [gold_size(source, selection.split, index, rendering[0], short, confirm=True) for index in indices]
+        lengths = [tokens + saved for tokens, _ in sizes]
+        fits.append(
+            GoldFit(
+                purpose,
+                len(indices),
+                sum(length <= exp.max_seq_len for length in lengths),
+                sum(turns <= exp.protocol.rollout.max_turns for _, turns in sizes),
+                max(lengths),
+            )
+        )
+    return tuple(fits)
+
+
+def _prompt_tokens(exp: Experiment, source: "Source") -> tuple[int, str] | None:
+    from paritygate.agent import prompt
+
+    rendering = _policy_renderer(exp)
+    if rendering is None:
+        return None  # the service will give the tokenizer
+    context = prompt.context(exp.protocol.context.kind, source.wiki, source.tools)
+    return _rendered(rendering[0], context), rendering[1]
+
+
+def _policy_renderer(exp: Experiment) -> "tuple[Renderer, str] | None":
+    """The policy's renderer and its name; None where its vocabulary ships with no package."""
+    from paritygate.agent import renderer
     from paritygate.backend import vocabulary
 
     try:
         tokenizer = vocabulary.offline(exp.base_model)
         name = renderer.resolve(exp.protocol.renderer, exp.base_model)
-        rendering = renderer.load(name, tokenizer, model=exp.base_model)
+        return renderer.load(name, tokenizer, model=exp.base_model), name
     except BadInputError:
-        return None  # the service will give the tokenizer
-    context = prompt.context(exp.protocol.context.kind, source.wiki, source.tools)
+        return None
+
+
+def _rendered(rendering: "Renderer", context: "Context") -> int:
+    """The tokens of the system message alone, with the header of the first turn."""
     messages: Any = [{"role": "system", "content": context.system}]
     tools: Any = context.rendered_tools
-    return len(rendering.render_ids(messages, tools=tools, add_generation_prompt=True)), name
+    return len(rendering.render_ids(messages, tools=tools, add_generation_prompt=True))

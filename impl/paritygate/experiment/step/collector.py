@@ -25,10 +25,14 @@ EVALUATED_AT_ONCE = 16  # episodes of an arm under way at a time, as in a traini
 
 @dataclasses.dataclass(frozen=True)
 class Partner:
-    """A frozen served model that plays the user or the judge, with the renderer that it needs."""
+    """A frozen served model that plays the user or the judge, with the renderer that it needs.
+
+    context_length: its context in tokens, None where the service does not report it.
+    """
 
     sampler: Sampler
     renderer: Any
+    context_length: int | None
 
 
 class Collector:
@@ -42,7 +46,7 @@ class Collector:
         policy_renderer: Any,
         user: Partner | None,
         judge: Partner | None,
-        teacher_limit: int,
+        context_length: int,
         policy_tokenizer: Any = None,
     ) -> None:
         self.state = state
@@ -51,7 +55,9 @@ class Collector:
         self.source = source
         self.renderer = policy_renderer
         self.context = prompt.context(self.exp.protocol.context.kind, source.wiki, source.tools)
-        self.teacher_limit = teacher_limit
+        # The service's context bounds the teacher's scorings and the evaluation's episodes; the spec's max_seq_len
+        # bounds what is trained on.
+        self.context_length = context_length
         self.policy_tokenizer = policy_tokenizer
         self._user = user
         self._judge = judge
@@ -70,11 +76,14 @@ class Collector:
                 partners[role] = None
                 continue
             sampler = await backend.sampling(base_model=name)
-            partners[role] = Partner(sampler, renderer.load("auto", sampler.tokenizer, model=name))
-        limit = backend.context_lengths.get(exp.base_model, exp.max_seq_len)
-        return cls(
-            state, settings, state.source, policy_renderer, partners["user"], partners["judge"], limit, policy.tokenizer
-        )
+            effort = exp.protocol.judge.reasoning_effort if role == "judge" else None
+            thinking = effort is not None
+            made = renderer.load("auto", sampler.tokenizer, model=name, thinking=thinking, effort=effort)
+            partners[role] = Partner(sampler, made, backend.context_lengths.get(name))
+        context_length = backend.context_lengths.get(exp.base_model, exp.max_seq_len)
+        user, judge = partners["user"], partners["judge"]
+        tokenizer = policy.tokenizer
+        return cls(state, settings, state.source, policy_renderer, user, judge, context_length, tokenizer)
 
     def tokenizers(self) -> dict[str, Any]:
         """The tokenizer of every model that this experiment samples from, by its name."""
@@ -93,10 +102,10 @@ class Collector:
         selection = self.exp.protocol.evaluation
         return selection.indices(len(self.source.tasks(selection.split)))
 
-    def limits(self, temperature: float) -> Limits:
-        """What bounds an episode under these settings."""
+    def limits(self, temperature: float, max_seq_len: int) -> Limits:
+        """What bounds an episode of at most `max_seq_len` tokens under these settings."""
         rollout = self.exp.protocol.rollout
-        return Limits(self.settings.max_turns, rollout.max_tokens_per_turn, self.exp.max_seq_len, temperature)
+        return Limits(self.settings.max_turns, rollout.max_tokens_per_turn, max_seq_len, temperature)
 
     async def groups(
         self,
@@ -115,8 +124,8 @@ class Collector:
         seed = derive(self.exp.arms[0].seed, purpose, step)
 
         async def play(task: int, rollout: int) -> Trajectory:
-            temperature = self.exp.protocol.rollout.temperature
-            return await self.episode(sampler, split, task, rollout, derive(seed, task, rollout), temperature)
+            limits = self.limits(self.exp.protocol.rollout.temperature, self.exp.max_seq_len)
+            return await self.episode(sampler, split, task, rollout, derive(seed, task, rollout), limits)
 
         async def teach(index: int, group: Sequence[Rollout]) -> TeacherScores:
             assert teacher is not None
@@ -129,7 +138,7 @@ class Collector:
         return await collect_step(tasks, count, play, self.judge, teach if teacher is not None else None)
 
     async def episode(
-        self, sampler: Sampler, split: str, task_index: int, rollout: int, seed: int, temperature: float
+        self, sampler: Sampler, split: str, task_index: int, rollout: int, seed: int, limits: Limits
     ) -> Trajectory:
         """One episode on a database of its own."""
         return await run_episode(
@@ -138,17 +147,21 @@ class Collector:
             sampler,
             self._simulator(split, task_index, derive(seed, "simulator")),
             context=self.context,
-            limits=self.limits(temperature),
+            limits=limits,
             seed=seed,
             rollout=rollout,
         )
 
     async def evaluation_episode(self, sampler: Sampler, task_index: int, rollout: int, attempt: int) -> Rollout:
-        """One greedy episode on a held-out task, judged; another attempt has other seeds for user and judge."""
+        """One greedy episode on a held-out task, judged; another attempt has other seeds for user and judge.
+
+        The context that the service reports bounds it, not what training may cost (`max_seq_len`).
+        """
         split = self.exp.protocol.evaluation.split
         seed = derive(self.exp.arms[0].seed, "evaluate", task_index, rollout, attempt)
         temperature = 0.0 if self.exp.eval.rollouts_per_task == 1 else self.exp.protocol.rollout.temperature
-        trajectory = await self.episode(sampler, split, task_index, rollout, seed, temperature)
+        limits = self.limits(temperature, max(self.context_length, self.exp.max_seq_len))
+        trajectory = await self.episode(sampler, split, task_index, rollout, seed, limits)
         return Rollout(trajectory, await self.judge(trajectory))
 
     async def judge(self, trajectory: Trajectory) -> Judged:
@@ -169,6 +182,8 @@ class Collector:
             prompt=spec.prompt,
             temperature=spec.temperature,
             max_tokens=spec.max_tokens,
+            retry_max_tokens=spec.retry_max_tokens,
+            context_length=self._judge.context_length,
             seed=self.exp.arms[0].seed,
             tries=spec.tries,
             policy=self.source.wiki,
@@ -189,7 +204,7 @@ class Collector:
             trajectory,
             feedback=judgement.rationale,
             sibling=None if sibling is None else group[sibling].trajectory,
-            limit=self.teacher_limit,
+            limit=self.context_length,
             success_wording=advantage.success_wording,
         )
         logprobs = await teacher_logprobs(teacher, context, trajectory)
@@ -204,7 +219,7 @@ class Collector:
 
     async def score_again(self, sampler: Sampler, trajectory: Trajectory) -> tuple[float | None, ...]:
         """The student's own logprobs of a trajectory, by the path that scores the teacher: an empty block."""
-        limit = self.teacher_limit
+        limit = self.context_length
         context = teacher_context(self.renderer, self.context, trajectory, feedback=None, sibling=None, limit=limit)
         return tuple(await teacher_logprobs(sampler, context, trajectory))
 

@@ -135,7 +135,7 @@ async def score(
         trajectory,
         feedback=None,
         sibling=solution,
-        limit=collector.teacher_limit,
+        limit=collector.context_length,
     )
     return await teacher_logprobs(teacher, context, trajectory)
 

@@ -2,7 +2,8 @@
 
 import importlib.metadata
 
-from paritygate.agent.rollouts import Rollout, flat
+from paritygate.agent.judge import Judged
+from paritygate.agent.rollouts import flat
 from paritygate.backend import Trainer
 from paritygate.errors import BackendError
 from paritygate.experiment.correctness.parity import show_parity_of_a_resumed_run
@@ -17,6 +18,7 @@ from paritygate.experiment.step.nonfinite import refuse_nonfinite
 from paritygate.spec.experiment import Arm
 
 PHASE = "service_preflight"
+SHOWN = 300  # characters of an answer's end
 
 
 async def service_preflight(state: State) -> Decided:
@@ -63,7 +65,9 @@ async def _probe(state: State, collector: Collector, facts: Record) -> str:
     [rollout] = flat(groups)
     if not rollout.trajectory.trains:
         raise BackendError("the probe's episode was spoilt: the user simulator gave no usable reply in all its tries.")
-    refuse_unjudged(rollout)
+    path = write_trajectories(state.directory, PHASE, [rollout])
+    if rollout.judged.judgement is None:
+        raise BackendError(_no_judgement(state, rollout.judged))
     for name, trainer in trainers.items():
         if trainer.rank not in (None, state.exp.lora_rank):
             raise BackendError(
@@ -83,21 +87,23 @@ async def _probe(state: State, collector: Collector, facts: Record) -> str:
         "tokens": len(rollout.trajectory.tokens),
         "turns": rollout.trajectory.turns,
         "ended_by": rollout.trajectory.ended_by,
-        "judged": rollout.judged.judgement is not None,
+        "judged": True,  # else the probe has failed
+        "judge_tries": rollout.judged.tries,
     }
-    return write_trajectories(state.directory, PHASE, [rollout])
+    return path
 
 
-def refuse_unjudged(rollout: Rollout) -> None:
-    """BackendError with the judge's last answer where none of its tries at the probe's episode could be read."""
-    if rollout.judged.judgement is None:
-        answers = rollout.judged.answers
-        last = (
-            f"; the last ({answers[-1].stop_reason}, {answers[-1].error}): {answers[-1].text[-400:]!r}"
-            if answers
-            else ""
-        )
-        raise BackendError(f"the judge gave no readable judgement of the probe in {rollout.judged.tries} tries{last}.")
+def _no_judgement(state: State, judged: Judged) -> str:
+    """What the judge answered instead of a judgement, shown: a run with it would end without a verdict."""
+    shown = "; ".join(
+        f"{answer.error} ({answer.stop_reason}, {answer.tokens} tokens): {answer.text[-SHOWN:]!r}"
+        for answer in judged.answers
+    )
+    name = state.model_name("judge")
+    return (
+        f"the judge {name} gave no judgement of the probe's episode in {judged.tries} tries: {shown}. Its answers lie "
+        f"in trajectories/{PHASE}.jsonl; give it more tokens (protocol.judge) or another reasoning effort."
+    )
 
 
 async def new_client(state: State, arm: Arm) -> Trainer:
