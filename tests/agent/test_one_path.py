@@ -60,7 +60,8 @@ def test_sampling_scoring_and_evaluation_see_one_rendering(renderers, tau_bench_
     script = Script(lambda prompt, seed: [stop])
 
     async def play():
-        trained = await collector.episode(script, "train", 3, 0, 1, exp.protocol.rollout.temperature)
+        limits = collector.limits(exp.protocol.rollout.temperature, exp.max_seq_len)
+        trained = await collector.episode(script, "train", 3, 0, 1, limits)
         evaluated = await collector.evaluation_episode(script, 4, 0, 0)
         taught = await collector.teach(script, 0, [Rollout(trained, judged(0.0))])
         await collector.score_again(script, trained)
