@@ -53,13 +53,11 @@ class Runs:
     def killed_at(self, prefix: str, units: int) -> None:
         """Run until so many units of a phase are committed, then end the process without a word."""
         process = self.start()
-        try:
-            while len(list((self.run / "units").glob(f"{prefix}*/*.json"))) < units:
-                assert process.poll() is None, process.communicate()[1]
-                time.sleep(0.05)
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
+        while len(list((self.run / "units").glob(f"{prefix}*/*.json"))) < units and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        _, said = process.communicate()
+        assert process.returncode == -signal.SIGKILL, said
 
     def finished(self) -> None:
         process = self.start()
