@@ -8,6 +8,7 @@ import pytest
 
 from paritygate import experiment
 from paritygate.agent import renderer
+from paritygate.backend.contact import Contact
 from paritygate.backend.vocabulary import offline
 from paritygate.server import Running, start
 from paritygate.spec import Experiment, load
@@ -46,8 +47,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedService], Scr
             return real("qwen3.5", offline(POLICY), **options)
         return real(name, tokenizer, model=model, **options)
 
-    async def met(*_: Any) -> None:
-        return None
+    async def met(needs: Any, url: str) -> Contact:
+        return Contact(url, (), {}, {need.model: None for need in needs})
 
     def use(service: ScriptedService) -> ScriptedService:
         monkeypatch.setattr("paritygate.backend.connect", service.connect)
