@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -13,11 +14,39 @@ from typing import Any
 
 from paritygate.errors import BadInputError, ParityGateError, Refused
 
+_IMPL = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+NOT_PROVEN = "is not the source that parity was shown for: it was edited meanwhile."
+
 LOADED: dict[str, str] = {}
 """Absolute path -> sha256 of the source bytes that were compiled, for every module of ours since `bootstrap`."""
 
 LIBRARIES: dict[str, str] = {}
 """The C++ sources of a native library -> sha256 of its bytes, for every library that was opened since `bootstrap`."""
+
+PROVEN: dict[str, str] = {}
+"""Absolute path -> sha256 of every source file that a parity receipt was shown for; empty before there is a receipt."""
+
+
+def expect(root: Path, shown: Mapping[str, str]) -> None:
+    """From now on load only the sources that `shown` (path relative to `root` -> sha256) lists, where they are ours."""
+    home = os.path.realpath(root)
+    if os.path.join(home, "impl") == _IMPL:
+        PROVEN.update({os.path.join(home, *name.split("/")): value for name, value in shown.items()})
+
+
+def record(path: str | Path, source: bytes) -> None:
+    """Put `source`, read from `path`, into LOADED; raises Refused if PROVEN has other bytes, or none, for that file."""
+    real, value = os.path.realpath(path), hashlib.sha256(source).hexdigest()
+    if PROVEN and real.startswith(_IMPL + os.sep) and PROVEN.get(real) != value:
+        raise Refused(f"{real} {NOT_PROVEN}")
+    LOADED[real] = value
+
+
+def merge(loaded: Mapping[str, str]) -> None:
+    """Add what another process of ours loaded to LOADED; a file of two digests is equal to no proof."""
+    for path, value in loaded.items():
+        if LOADED.setdefault(path, value) != value:
+            LOADED[path] = "two processes loaded different bytes"
 
 
 class SourceOnly(SourceFileLoader):
@@ -27,7 +56,7 @@ class SourceOnly(SourceFileLoader):
         """Code of `fullname`, compiled from bytes whose digest is kept in LOADED."""
         path = self.get_filename(fullname)
         source = self.get_data(path)
-        LOADED[os.path.realpath(path)] = hashlib.sha256(source).hexdigest()
+        record(path, source)
         return compile(source, path, "exec", dont_inherit=True)
 
 
@@ -107,23 +136,50 @@ def silence() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def command(module: str) -> list[str]:
-    """How to start `module` of ours in a process of its own that reads sources only; its arguments follow."""
-    impl = str(Path(__file__).resolve().parents[1])
-    code = (
-        f"import os, sys; sys.path.insert(0, {impl!r}); sys.pycache_prefix = os.devnull; "
-        f"from paritygate.bootstrap import run_module; run_module({module!r})"
-    )
-    return [sys.executable, "-c", code]
+def command(module: str) -> tuple[list[str], str]:
+    """How to start `module` of ours in a process of its own that reads sources only: argv, and a line for its stdin.
+
+    Where PROVEN is known, that process refuses (exit 3) every source of ours that differs from it. The code that checks
+    the first three files comes with the command, from this process, whose own sources have been checked.
+    """
+    return [sys.executable, "-c", f"{_START}start({_IMPL!r}, {module!r}, {NOT_PROVEN!r})"], json.dumps(PROVEN) + "\n"
 
 
-def run_module(module: str) -> None:
-    """What `python -m MODULE` does, from sources only."""
+_START = """
+import hashlib, importlib.util, json, os, sys
+
+def start(impl, module, not_proven):
+    proven, sources = json.loads(sys.stdin.readline()), {}
+    sys.path.insert(0, impl)
+    for name in ("paritygate", "paritygate.errors", "paritygate.bootstrap"):
+        package = None if "." in name else [os.path.join(impl, "paritygate")]
+        path = os.path.join(impl, "paritygate", f"{name.partition('.')[2] or '__init__'}.py")
+        with open(path, "rb") as file:
+            source = sources[path] = file.read()
+        if proven and proven.get(path) != hashlib.sha256(source).hexdigest():
+            print(f"{path} {not_proven}", file=sys.stderr)
+            sys.exit(3)
+        spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=package)
+        loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
+        exec(compile(source, path, "exec", dont_inherit=True), loaded.__dict__)
+    sys.modules["paritygate.bootstrap"].run_module(module, proven, sources)
+
+"""
+
+
+def run_module(module: str, proven: Mapping[str, str], sources: Mapping[str, bytes]) -> None:
+    """What `python -m MODULE` does, from sources only; `sources` (path -> bytes) are those loaded before this call."""
     import runpy
 
-    sys.pycache_prefix = os.environ.get("PYTHONPYCACHEPREFIX") or None
-    read_sources_only(Path(__file__).resolve().parent)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    PROVEN.update(proven)
+    for path, source in sources.items():
+        record(path, source)
+    read_sources_only(Path(_IMPL))
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except Refused as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def refuse_optimised(what: str) -> None:

@@ -1,7 +1,9 @@
 """The whole client against the embedded server in its own process: one life of it, its death, its parent's death."""
 
 import asyncio
+import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paritygate import bootstrap
 from paritygate.backend import BackendError, ServiceDown, connect, cross_entropy_datum, policy_gradient_datum
 from paritygate.backend.embedded import EmbeddedServer
 
@@ -164,3 +167,73 @@ def test_a_start_that_is_cancelled_leaves_no_process():
         return server.pid
 
     assert not psutil.pid_exists(asyncio.run(main()))
+
+
+PROVE = """
+import asyncio, hashlib, pathlib, sys
+from paritygate import bootstrap
+from paritygate.backend.embedded import EmbeddedServer
+
+root = pathlib.Path(sys.argv[1])
+files = [path for path in (root / "impl").rglob("*") if path.is_file()]
+shown = {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+bootstrap.expect(root, shown)
+for name in sys.argv[2:]:
+    with (root / name).open("a") as file:
+        file.write("\\n")
+
+async def main():
+    server = EmbeddedServer("tiny")
+    await server.start()
+    print("started")
+    await server.stop()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        "impl/paritygate/__init__.py",
+        "impl/paritygate/bootstrap.py",
+        "impl/paritygate/backend/embedded.py",
+        "impl/paritygate/server/engine/losses.py",
+        "impl/paritygate/server/model/products.cpp",
+        None,
+    ],
+)
+def test_the_servers_process_loads_only_what_was_proven(tmp_path, edited):
+    """One more newline at the end of any file between the proof and the start, and the process refuses it by name."""
+    shutil.copytree(ROOT / "impl", tmp_path / "impl", ignore=shutil.ignore_patterns("__pycache__"))
+    arguments = [str(tmp_path), *filter(None, [edited])]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "impl"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROVE, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+    if edited is None:
+        assert done.stdout == "started\n", done.stderr
+        return
+    assert "started" not in done.stdout
+    assert f"{tmp_path / edited} is not the source that parity was shown for" in done.stderr
+
+
+def test_what_the_servers_process_loaded_is_known_at_its_end(monkeypatch):
+    loaded = {"something of ours": "its digest"}
+    monkeypatch.setattr("paritygate.backend.embedded.LOADED", loaded)
+    monkeypatch.setattr(bootstrap, "LOADED", loaded)
+
+    async def main():
+        async with connect(embedded_model="tiny"):
+            assert not any("/server/" in path for path in loaded)
+
+    asyncio.run(main())
+    for name in ("__init__.py", "errors.py", "backend/embedded.py", "server/engine/losses.py", "server/http/app.py"):
+        path = ROOT / "impl" / "paritygate" / name
+        assert loaded[os.path.realpath(path)] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_file_of_which_two_processes_loaded_different_bytes_fits_no_proof(monkeypatch):
+    monkeypatch.setattr(bootstrap, "LOADED", {"a": "1", "b": "2"})
+    bootstrap.merge({"a": "1", "b": "3", "c": "4"})
+    assert bootstrap.LOADED == {"a": "1", "b": "two processes loaded different bytes", "c": "4"}

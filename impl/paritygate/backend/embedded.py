@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import IO
 
 from paritygate.backend.guard import in_daemon_thread
-from paritygate.bootstrap import command
+from paritygate.bootstrap import LOADED, command, merge
 from paritygate.errors import BackendError
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 # Building the real small model takes a minute of one core, once; a busy machine takes several.
 START_SECONDS = 600.0
+STOP_SECONDS = 10.0
 
 
 class EmbeddedServer:
@@ -46,9 +47,10 @@ class EmbeddedServer:
         paths = [str(SOURCE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         arguments = ["--model", self.model, "--dtype", self.dtype, "--port", "0"]
         arguments += ["--api-key", self.api_key, "--state", str(self._dir)]
+        argv, proven = command("paritygate.backend.embedded")
         self._process = subprocess.Popen(
-            [*command("paritygate.backend.embedded"), str(os.getpid()), *arguments],
-            stdin=subprocess.DEVNULL,
+            [*argv, str(os.getpid()), *arguments],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -56,6 +58,8 @@ class EmbeddedServer:
             start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the child in order
         )
         try:
+            with contextlib.suppress(BrokenPipeError):  # it died already: its log says why
+                self._tell(proven)
             announced = await self._announcement()
         except BaseException:
             await self.stop()
@@ -72,22 +76,42 @@ class EmbeddedServer:
         return f"The embedded server's process ended with code {code}: {' | '.join(tail)[-600:] or 'no log'}"
 
     async def stop(self) -> None:
-        """End the child: asked first, killed after five seconds; then remove the state directory if it is ours."""
+        """End the child: asked first, killed after ten seconds; then remove the state directory if it is ours.
+
+        What the child says at its end it has loaded counts as loaded by this process too (`bootstrap.LOADED`).
+        """
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
-            until = time.monotonic() + 5
+            until = time.monotonic() + STOP_SECONDS
             while self._process.poll() is None and time.monotonic() < until:
                 await asyncio.sleep(0.02)
             if self._process.poll() is None:
                 self._process.kill()
             self._process.wait()
-        if self._process is not None and self._process.stdout is not None:
+        if self._process is not None and self._process.stdout is not None and not self._process.stdout.closed:
+            self._merge_loaded(self._process.stdout.read())
             self._process.stdout.close()
         if self._log is not None:
             self._log.close()
         if self._temporary_dir is not None:
             with contextlib.suppress(OSError):
                 self._temporary_dir.cleanup()
+
+    def _tell(self, proven: str) -> None:
+        """Hand the child the digests of the sources that it may load."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(proven)
+        self._process.stdin.close()
+
+    @staticmethod
+    def _merge_loaded(output: str) -> None:
+        """A child that was killed has said nothing: what it could load was checked as it was loaded."""
+        for line in output.splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                statement: dict[str, dict[str, str]] = json.loads(line)
+                if LOADED:  # else this process does not read sources only, and vouches for nothing
+                    merge(statement.get("loaded", {}))
 
     async def _announcement(self) -> dict[str, object]:
         assert self._process is not None
@@ -99,16 +123,18 @@ class EmbeddedServer:
             announced: dict[str, object] = json.loads(line)
             if {"base_url", "model"} <= announced.keys():
                 return announced
+            if "loaded" in announced:  # its last words
+                line = ""
         except (json.JSONDecodeError, AttributeError):
             pass
         if done and not line:
-            self._process.wait(timeout=5)
+            await in_daemon_thread(lambda process=self._process: process.wait(timeout=60))
         reason = f"it said {line.strip()[:200]!r} where its address was expected" if done else f"in {START_SECONDS:g} s"
         raise BackendError(f"The embedded server with model {self.model!r} did not start: {self.ended() or reason}")
 
 
 def main() -> None:
-    """The child's entry: run the server, and end it when the process that started it is gone."""
+    """The child's entry: run the server, say what it loaded, and end when the process that started it is gone."""
     import runpy
     import threading
 
@@ -121,7 +147,10 @@ def main() -> None:
 
     threading.Thread(target=follow, daemon=True).start()
     sys.argv[0] = "paritygate.server"
-    runpy.run_module("paritygate.server", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module("paritygate.server", run_name="__main__", alter_sys=True)
+    finally:
+        print(json.dumps({"loaded": LOADED}), flush=True)
 
 
 if __name__ == "__main__":

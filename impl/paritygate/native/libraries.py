@@ -38,7 +38,7 @@ def load(*sources: Path) -> ctypes.CDLL:
         command = compiler_command()
         if bootstrap.LOADED:
             for path in sources:
-                bootstrap.LOADED[os.path.realpath(path)] = sha256(texts[path.name])
+                bootstrap.record(path, texts[path.name])
         data = build(command, texts) if bootstrap.LOADED else cached(command, texts)
         library = open_library(data)
     except Unavailable as reason:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paritygate import bootstrap
-from paritygate.bootstrap import refuse_foreign, refuse_optimised
+from paritygate.bootstrap import expect, refuse_foreign, refuse_optimised
 from paritygate.errors import Refused
 from paritygate.receipts import parity
 from paritygate.receipts.origins import refuse_shadowed
@@ -46,6 +46,7 @@ def guard(
     elif full_run:
         say("a full run: showing parity again in a clean worktree")
         receipt = rerun_parity(root, receipt, device)
+    expect(root, receipt.subjects)  # what is imported from here on, and by the embedded server, is what was proven
     return receipt
 
 
