@@ -262,12 +262,48 @@ def test_fifty_steps_equal_a_restore_at_25_bit_for_bit(client: Any, running: ser
     step(without, 25)
     assert logprobs(restored) == logprobs(whole)
     assert logprobs(without) != logprobs(whole)
-    with pytest.warns(FutureWarning):
-        loaded = whole.load_state_with_optimizer(path)
-    loaded.result()
+    fresh = client.create_lora_training_client(running.model_name, rank=4, seed=1).result()
+    with pytest.warns(FutureWarning):  # what SDKs before 0.30 do inside create_training_client_from_state
+        fresh.load_state_with_optimizer(path).result()
     for i in range(25, 50):
-        step(whole, i)
-    assert logprobs(restored) == logprobs(whole)
+        step(fresh, i)
+    assert logprobs(restored) == logprobs(fresh)
+    with pytest.warns(FutureWarning), pytest.raises(tinker.BadRequestError, match="not permitted with seq_id"):
+        whole.load_state(path).result()
+    step(whole, 50)  # the refusal has had its turn
+
+
+def test_a_saved_state_has_no_pending_gradient_and_takes_none_away(client: Any, running: server.Running) -> None:
+    """What forward_backward has left stays in the model that it was left in, and is not in the file."""
+
+    def trainer() -> Any:
+        return client.create_lora_training_client(running.model_name, rank=4, seed=5).result()
+
+    def gradient(model: Any) -> None:
+        model.forward_backward([datum(PROMPT, weights=[1.0] * 7)], "cross_entropy").result()
+
+    def norm(model: Any) -> float:
+        return model.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["unclipped_grad_l2:mean"]
+
+    saved, unsaved = trainer(), trainer()
+    gradient(saved)
+    gradient(unsaved)
+    path = saved.save_state("pending").result().path
+    restored = client.create_training_client_from_state_with_optimizer(path).result()
+    assert norm(restored) == 0.0
+    assert norm(saved) == norm(unsaved) > 0.0
+
+
+def test_the_gradient_norm_is_the_one_before_clipping(client: Any, running: server.Running) -> None:
+    """Twice the weights, twice the norm; clipping does not touch what is reported."""
+    norms: list[float] = []
+    for weight, clip in ((1.0, 0.0), (2.0, 0.0), (2.0, 1e-3)):
+        trainer = client.create_lora_training_client(running.model_name, rank=4, seed=5).result()
+        trainer.forward_backward([datum(PROMPT, weights=[weight] * 7)], "cross_entropy")
+        step = trainer.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=clip)).result()
+        norms.append(step.metrics["unclipped_grad_l2:mean"])
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-6)
+    assert norms[2] == norms[1] > 1e-3
 
 
 def test_saved_and_ephemeral_samplers_and_their_isolation(client: Any, running: server.Running, sampler: Any) -> None:

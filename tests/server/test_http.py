@@ -271,7 +271,7 @@ def test_requests_run_in_seq_id_order(http: httpx.Client, model: str) -> None:
         pb.ForwardBackwardOutput.FromString(retrieve(http, p["request_id"]).content).metrics["loss:sum"]
         for p in (before, probe)
     ]
-    assert retrieve(http, step["request_id"]).json() == {"metrics": {}}
+    assert retrieve(http, step["request_id"]).json()["metrics"].keys() == {"unclipped_grad_l2:mean"}
     assert losses[1] < losses[0]
 
 
@@ -284,7 +284,36 @@ def test_a_seq_id_that_never_comes_is_an_error() -> None:
         model = retrieve(http, http.post("create_model", json=body).json()["request_id"]).json()["model_id"]
         late = send(http, backward(model, 5, [1, 2, 3])).json()
         answer = retrieve(http, late["request_id"]).json()
-        assert answer == {"error": "seq_id 5 waited for seq_id 1, which never came", "category": "user"}
+        message = "seq_id 5 waited for seq_id 1, which never came; the next is 6"
+        assert answer == {"error": message, "category": "user"}
+    running.stop()
+
+
+def test_a_seq_id_that_never_comes_does_not_wedge_the_model() -> None:
+    """What waited for it fails together, whenever it came; the next request is served; the lost one is over."""
+    running = server.start("tiny", limits=Limits(out_of_order_seconds=0.5, session_seconds=2))
+    base = f"{running.base_url}/api/v1/"
+    with httpx.Client(base_url=base, headers={"X-API-Key": running.api_key}, trust_env=False, timeout=30) as http:
+        session = http.post("create_session", json={}).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": running.model_name, "lora_config": {"rank": 2}}
+        model = retrieve(http, http.post("create_model", json=body).json()["request_id"]).json()["model_id"]
+
+        def loss(seq: int) -> float:
+            promise = send(http, backward(model, seq, [1, 2, 3])).json()["request_id"]
+            return pb.ForwardBackwardOutput.FromString(retrieve(http, promise).content).metrics["loss:sum"]
+
+        before = loss(1)
+        promises = [send(http, backward(model, 3, [1, 2, 3])).json()["request_id"]]
+        time.sleep(0.4)  # younger than the one before it, and it would wait for ever
+        promises.append(
+            http.post("optim_step", json={"model_id": model, "seq_id": 4, "adam_params": {}}).json()["request_id"]
+        )
+        assert ["seq_id 2" in retrieve(http, promise).json()["error"] for promise in promises] == [True, True]
+        assert loss(5) == before  # no step was taken on the way
+        step = {"model_id": model, "seq_id": 6, "adam_params": {"learning_rate": 1e-2}}
+        assert "metrics" in retrieve(http, http.post("optim_step", json=step).json()["request_id"]).json()
+        assert loss(7) < before
+        refused(send(http, backward(model, 2, [1, 2, 3])), "seq_id 2 is over")
     running.stop()
 
 
@@ -376,6 +405,36 @@ def test_a_client_that_vanishes_leaves_nothing() -> None:
         assert time.monotonic() < deadline, "the vanished client's work is still there"
         time.sleep(0.05)
     assert len(service.samplers) == 0
+    running.stop()
+
+
+def test_a_client_that_dies_gives_its_slots_to_others() -> None:
+    """Long before its session ends: once it has missed its heartbeats and somebody else asks."""
+    running = server.start("tiny", limits=Limits(adapters=1, sessions=2, silent_seconds=1.0))
+    engine = running.service.engine
+    with httpx.Client(
+        base_url=f"{running.base_url}/api/v1/", headers={"X-API-Key": running.api_key}, trust_env=False, timeout=30
+    ) as http:
+        dead = http.post("create_session", json={}).json()["session_id"]
+        base = {"base_model": running.model_name}
+        sampler = http.post(
+            "create_sampling_session", json={"session_id": dead, "sampling_session_seq_id": 0, **base}
+        ).json()["sampling_session_id"]
+        http.post("create_model", json={"session_id": dead, "model_seq_id": 0, **base})
+        request = ask(sampler, [1, 2, 3], params={"max_tokens": 8000, "stop": []}, num_samples=8)
+        lost = http.post("asample", json=request).json()["request_id"]
+        living = http.post("create_session", json={}).json()["session_id"]
+        body = {"session_id": living, "model_seq_id": 0, **base}
+        refused(http.post("create_model", json=body), "limit")  # it may still be alive
+        deadline = time.monotonic() + 20
+        while engine.load()["rows"] or http.post("retrieve_future", json={"request_id": lost}).status_code != 410:
+            assert time.monotonic() < deadline, "the dead client's samples are still computed"
+            assert http.post("session_heartbeat", json={"session_id": living}).status_code == 200
+            time.sleep(0.1)
+        assert dead in running.service.sessions.live  # its models and answers wait for it while nobody needs the slot
+        created = retrieve(http, http.post("create_model", json=body).json()["request_id"]).json()
+        assert created["model_id"] == f"{living}:train:0"
+        refused(http.post("session_heartbeat", json={"session_id": dead}), "finished", status=(410,))
     running.stop()
 
 

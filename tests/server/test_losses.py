@@ -80,6 +80,19 @@ def test_value_and_gradient(name: str, config: dict[str, float]) -> None:
         assert float(leaf.grad[t]) == pytest.approx((up - down) / 2e-6, rel=1e-5, abs=1e-8)
 
 
+@pytest.mark.parametrize("unused", [-1e10, 1e10, 0.0, 88.0, -3.0e38])
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
+def test_a_sampling_logprob_at_advantage_0_is_never_read(name: str, unused: float) -> None:
+    """Prompt tokens have no sampling logprob: whatever a client puts there, the loss is -1 and its gradient -1, 0."""
+    leaf = torch.tensor([-1.0, -2.0], requires_grad=True)
+    tensors = {"logprobs": torch.tensor([-1.0, unused]), "advantages": torch.tensor([1.0, 0.0])}
+    loss = LOSSES[name][0](leaf, LossInputs(torch.arange(2), tensors), {})
+    loss.backward()
+    assert float(loss.detach()) == (1.0 if name == "cispo" else -1.0)  # cispo: -sg(1) * (-1) * 1
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [-1.0, 0.0]
+
+
 def test_every_loss_is_tested() -> None:
     assert {name for name, _ in CASES} == set(LOSSES)
 
@@ -130,7 +143,7 @@ def test_a_position_of_advantage_zero_is_not_read(name: str) -> None:
         ("dro", {"beta": "x"}, "number"),
         ("importance_sampling", {"beta": 1.0}, "unknown loss_fn_config"),
         ("custom", {"loss_id": "x"}, "custom_loss_server_side"),
-        ("stable_reinforce", {}, "publishes no formula"),
+        ("stable_reinforce", {}, "publishes no formula.*use loss_fn='cispo'"),
         ("nll", {}, "unknown loss"),
     ],
 )

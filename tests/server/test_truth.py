@@ -251,6 +251,18 @@ def test_sampled_logprobs_are_those_of_plain_transformers_and_of_scoring(network
         assert scored.scores.prompt_logprobs[length:] == drawn.logprobs  # the same bits, decoded or prefilled
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.3}, {"temperature": 2.5}, {"top_k": 3}])
+def test_sampled_logprobs_are_of_temperature_1_at_any_temperature(engine: Engine, options: dict[str, float]) -> None:
+    """A sample's logprobs are those that scoring gives, whatever it was drawn with: the same bits."""
+    prompt = [7, 80, 9, 300]
+    (result,) = sample(engine, [job(prompt, BASE, seed=3, tokens=20, **options)])
+    drawn = result.samples[0]
+    engine.prefix.clear()
+    (scored,) = sample(engine, [job(prompt + drawn.tokens, BASE, seed=0, tokens=1)])
+    assert scored.scores is not None
+    assert scored.scores.prompt_logprobs[len(prompt) :] == drawn.logprobs
+
+
 def test_the_same_seed_gives_the_same_bits_in_any_company(network: Any, engine: Engine) -> None:
     """Alone, together, with other adapters, cached or not, from other prompts: tokens and logprobs do not move."""
     generator = random.Random(7)

@@ -26,4 +26,5 @@ class Limits:
     poll_seconds: float = 30.0
     body_seconds: float = 60.0
     out_of_order_seconds: float = 60.0
+    silent_seconds: float = 35.0  # three heartbeats of the SDK, which sends one every 10 s, and some patience
     session_seconds: float = 300.0

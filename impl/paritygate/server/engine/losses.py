@@ -82,7 +82,8 @@ def find_loss(name: str, config: Config) -> tuple[Loss, tuple[str, ...]]:
     if name == "stable_reinforce":
         raise RequestError(
             "loss stable_reinforce is not served: its documentation (losses/stable-reinforce, alpha) publishes no "
-            "formula, and a guess would train on something else"
+            "formula, and a guess would train on something else; use loss_fn='cispo' with loss_fn_config="
+            "{'clip_low_threshold': 0.0, 'clip_high_threshold': 4.0}, which takes the same datums"
         )
     if name == "custom":
         raise RequestError(

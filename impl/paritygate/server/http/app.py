@@ -1,31 +1,27 @@
-"""The HTTP face: bodies bounded and decoded, the key checked, routes, long polls."""
+"""The routes of the SDK's training and sampling clients, and their long polls."""
 
 import asyncio
 import contextlib
-import hmac
-import json
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-import zstandard
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from paritygate.server.errors import RequestError
+from paritygate.server.http.checkpoints import checkpoint_routes, download_routes
+from paritygate.server.http.not_served import METHODS, not_served
+from paritygate.server.http.openai import openai_routes
+from paritygate.server.http.requests import LOG, Handler, fields, guarded, parse, problem, read_body
 from paritygate.server.sessions.promises import Promise
 from paritygate.server.sessions.service import Service
 from paritygate.server.wire.fields import Fields
 
-_LOG = logging.getLogger("uvicorn.error")
-Handler = Callable[[Request], Awaitable[Response]]
-
 
 def build_app(service: Service, api_key: str) -> Starlette:
     """Every route of the API under /api/v1; a request without the key gets 401."""
-    routes = _routes(service)
+    routes = [*_routes(service), *checkpoint_routes(service, api_key)]
     service.routes = [(method, path) for method, path, _ in routes]
 
     @contextlib.asynccontextmanager
@@ -36,7 +32,13 @@ def build_app(service: Service, api_key: str) -> Starlette:
 
     return Starlette(
         routes=[
-            Route(f"/api/v1/{path}", _guarded(handler, api_key), methods=[method]) for method, path, handler in routes
+            *(
+                Route(f"/api/v1/{path}", guarded(handler, api_key), methods=[method])
+                for method, path, handler in routes
+            ),
+            *download_routes(service, api_key),
+            *openai_routes(service, api_key),
+            Route("/{path:path}", guarded(not_served, api_key), methods=METHODS),
         ],
         lifespan=lifespan,
     )
@@ -44,49 +46,29 @@ def build_app(service: Service, api_key: str) -> Starlette:
 
 async def _reap(service: Service) -> None:
     while True:
-        await asyncio.sleep(min(5.0, service.limits.session_seconds / 4))
+        await asyncio.sleep(min(5.0, service.limits.session_seconds / 4, service.limits.silent_seconds / 4))
         try:
             service.reap()
         except Exception:  # the next round may succeed; without rounds nothing would ever be freed
-            _LOG.exception("freeing what vanished clients left")
-
-
-def _guarded(handler: Handler, api_key: str) -> Handler:
-    async def guarded(request: Request) -> Response:
-        key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(key.encode(), api_key.encode()):
-            return _problem("the API key is missing or wrong (header X-API-Key)", 401)
-        try:
-            return await handler(request)
-        except RequestError as error:
-            return _problem(str(error), error.status)
-        except Exception as error:
-            _LOG.exception("%s %s", request.method, request.url.path)
-            return _problem(f"a bug of the server: {type(error).__name__}: {error}", 500)
-
-    return guarded
-
-
-def _problem(message: str, status: int) -> Response:
-    return JSONResponse({"detail": message}, status)
+            LOG.exception("freeing what vanished clients left")
 
 
 def _routes(service: Service) -> list[tuple[str, str, Handler]]:
     def at_once(answer: Callable[[Fields], dict[str, Any]]) -> Handler:
         async def handler(request: Request) -> Response:
-            return JSONResponse(answer(Fields(_parse(await _body(request, service)))))
+            return JSONResponse(answer(await fields(request, service.limits)))
 
         return handler
 
     def promised(start: Callable[[Fields, bytes], Promise]) -> Handler:
         async def handler(request: Request) -> Response:
-            raw = await _body(request, service)
-            return JSONResponse(start(Fields(_parse(raw)), raw).answer)
+            raw = await read_body(request, service.limits)
+            return JSONResponse(start(Fields(parse(raw)), raw).answer)
 
         return handler
 
     async def forward_backward(request: Request) -> Response:
-        return JSONResponse(service.trainers.forward_backward(await _body(request, service)).answer)
+        return JSONResponse(service.trainers.forward_backward(await read_body(request, service.limits)).answer)
 
     async def healthz(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -118,21 +100,13 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
     async def get_session(request: Request) -> Response:
         return JSONResponse(service.get_session(request.path_params["session_id"]))
 
-    async def checkpoints(request: Request) -> Response:
-        return JSONResponse(service.checkpoints(request.path_params["run"]))
-
-    async def delete_checkpoint(request: Request) -> Response:
-        where = request.path_params
-        service.store.delete(f"tinker://{where['run']}/{where['kind']}/{where['name']}")
-        return Response(status_code=204)
-
     async def retrieve(request: Request) -> Response:
         return await _retrieve(request, service)
 
     async def cancel(request: Request) -> Response:
-        promise_id = Fields(_parse(await _body(request, service))).text("request_id")
+        promise_id = (await fields(request, service.limits)).text("request_id")
         promise = service.promises.get(promise_id)
-        if promise is not None and "sample_sequence_ids" in promise.answer:  # training runs in order, to its end
+        if promise is not None and promise.samples:
             service.promises.drop(promise)
         return Response(status_code=204)
 
@@ -155,24 +129,23 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
         ("POST", "optim_step", promised(service.trainers.optim_step)),
         ("POST", "save_weights", promised(service.trainers.save)),
         ("POST", "save_weights_for_sampler", promised(service.trainers.save_for_sampler)),
+        ("POST", "save_weights_external", promised(service.trainers.save_external)),
         ("POST", "load_weights", promised(service.load_weights)),
         ("POST", "asample", promised(service.sample)),
         ("POST", "retrieve_future", retrieve),
         ("POST", "cancel_future", cancel),
         ("POST", "weights_info", at_once(service.weights_info)),
-        ("GET", "training_runs/{run}/checkpoints", checkpoints),
-        ("DELETE", "training_runs/{run}/checkpoints/{kind}/{name}", delete_checkpoint),
     ]
 
 
 async def _retrieve(request: Request, service: Service) -> Response:
     """Wait for a promise: its payload, its error, 408 while pending, 410 once forgotten, 404 if never known."""
-    promise_id = Fields(_parse(await _body(request, service))).text("request_id")
+    promise_id = (await fields(request, service.limits)).text("request_id")
     promise = service.promises.get(promise_id)
     if promise is None:
         if service.promises.gone(promise_id):
-            return _problem(f"the answer to {promise_id} is gone; send the request again", 410)
-        return _problem(f"there is no request {promise_id!r}", 404)
+            return problem(f"the answer to {promise_id} is gone; send the request again", 410)
+        return problem(f"there is no request {promise_id!r}", 404)
     if promise.session in service.sessions.live:
         service.sessions.get(promise.session)
     if promise.pending:
@@ -183,42 +156,3 @@ async def _retrieve(request: Request, service: Service) -> Response:
     if promise.error is not None:
         return JSONResponse({"error": promise.error[0], "category": promise.error[1]})
     return JSONResponse({"type": "try_again", "request_id": promise.id, "queue_state": "active"}, 408)
-
-
-async def _body(request: Request, service: Service) -> bytes:
-    """The whole body, decompressed if it says zstd; 413 over the limit, 400 if it does not decompress."""
-    limit = service.limits.request_bytes
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(service.limits.body_seconds):
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    raise RequestError(f"the body is over {limit} bytes; send fewer datums a request", 413)
-                parts.append(part)
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {service.limits.body_seconds} s", 408) from None
-    except ClientDisconnect:
-        raise RequestError("the client went away before the whole body had come") from None
-    body = b"".join(parts)
-    encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding == "identity":
-        return body
-    if encoding != "zstd":
-        raise RequestError(f"Content-Encoding {encoding!r} is not served: send identity or zstd", 415)
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            plain = reader.read(limit + 1)
-    except zstandard.ZstdError as error:
-        raise RequestError(f"the body is not valid zstd ({error})") from error
-    if len(plain) > limit:
-        raise RequestError(f"the body decompresses to over {limit} bytes", 413)
-    return plain
-
-
-def _parse(body: bytes) -> object:
-    try:
-        return json.loads(body) if body else {}
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON ({error})") from error

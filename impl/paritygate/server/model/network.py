@@ -48,6 +48,9 @@ class Network:
         self._attention: Attention | None = None
         self.body: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model.model
         head = cast(nn.Linear, model.get_output_embeddings())
+        names = {id(module): name for name, module in model.named_modules()}
+        self._body_name, self._head_name = names[id(self.body)], names[id(head)]
+        self.tied = model.get_input_embeddings().weight is head.weight
         self._head = FrozenLinear(head.weight, head.bias)
         self.targets = self._adapt()
         self._layers: list[Any] = [
@@ -116,6 +119,10 @@ class Network:
             )
         targets.append(Target("unembed", "unembed", self.shape.hidden, self.shape.vocabulary))
         return targets
+
+    def module_name(self, target: str) -> str:
+        """The name of an adapted layer in the whole transformers model."""
+        return self._head_name if target == "unembed" else f"{self._body_name}.{target}"
 
     @contextlib.contextmanager
     def routed(self, ranges: list[tuple[int, int, Weights]], attention: Attention) -> Generator[None]:

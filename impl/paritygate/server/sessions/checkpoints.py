@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,8 @@ from paritygate.server.model.products import FrozenLinear
 from paritygate.server.wire.fields import Fields
 
 ABANDONED_SECONDS = 3600.0
-Kind = Literal["weights", "sampler_weights"]
+RECORD = "checkpoint.json"
+Kind = Literal["weights", "sampler_weights", "external_weights"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,255}")
 
@@ -46,6 +47,7 @@ class Checkpoint:
     expires: float | None
     user_metadata: dict[str, str] | None
     size_bytes: int = 0
+    run_metadata: dict[str, str] | None = None
 
     @property
     def path(self) -> str:
@@ -80,8 +82,8 @@ class Store:
                 f"{path!r} is not of the form tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
             )
         kind = parts[1]
-        if kind not in ("weights", "sampler_weights"):
-            raise RequestError(f"{path!r}: {kind!r} is neither weights nor sampler_weights")
+        if kind not in ("weights", "sampler_weights", "external_weights"):
+            raise RequestError(f"{path!r}: {kind!r} is neither weights nor sampler_weights nor external_weights")
         return parts[0], kind, check_name(parts[2])
 
     def save(
@@ -95,8 +97,13 @@ class Store:
         ttl_seconds: int | None,
         overwrite: bool,
         user_metadata: dict[str, str] | None,
+        run_metadata: dict[str, str] | None = None,
+        export: Callable[[Path, Adapter], None] | None = None,
     ) -> Checkpoint:
-        """Write a checkpoint whole or not at all; a state also holds Adam's moments and step count."""
+        """Write a checkpoint whole or not at all; a state also holds Adam's moments and step count.
+
+        `run_metadata` is that of the training run, `export` writes the files of external weights.
+        """
         folder = self._folder(run, kind, check_name(name))
         if folder.exists() and not overwrite:
             raise RequestError(
@@ -106,16 +113,20 @@ class Store:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
-            save_file({n: p.detach().contiguous() for n, p in adapter.parameters()}, scratch / "adapter.safetensors")
+            if export is not None:
+                export(scratch, adapter)
+            else:
+                named = {n: p.detach().contiguous() for n, p in adapter.parameters()}
+                save_file(named, scratch / "adapter.safetensors")
             if kind == "weights" and adapter.moments:
                 save_file(_moments(adapter), scratch / "optimizer.safetensors")
             size = sum(f.stat().st_size for f in scratch.iterdir())
             expires = None if ttl_seconds is None else now + ttl_seconds
             checkpoint = Checkpoint(
                 run, kind, name, base_model, spec.rank, spec.seed, spec.attn, spec.mlp, spec.unembed, adapter.steps,
-                now, expires, user_metadata, size,
+                now, expires, user_metadata, size, run_metadata,
             )  # fmt: skip
-            (scratch / "checkpoint.json").write_text(json.dumps(asdict(checkpoint), indent=1) + "\n")
+            (scratch / RECORD).write_text(_record(checkpoint))
             if folder.exists():
                 shutil.rmtree(_old(folder), ignore_errors=True)
                 os.replace(folder, _old(folder))
@@ -129,7 +140,15 @@ class Store:
         return checkpoint
 
     def writer(
-        self, body: Fields, run: str, kind: Kind, base_model: str, seq: int | None
+        self,
+        body: Fields,
+        run: str,
+        kind: Kind,
+        base_model: str,
+        seq: int | None,
+        *,
+        run_metadata: dict[str, str] | None,
+        export: Callable[[Path, Adapter], None] | None = None,
     ) -> Callable[[Adapter], Checkpoint]:
         """Check the fields of a save request; returns what writes the checkpoint when its turn comes."""
         name = body.optional_text("path")
@@ -140,8 +159,9 @@ class Store:
 
         def write(adapter: Adapter) -> Checkpoint:
             return self.save(
-                adapter, run, kind, name, base_model, ttl_seconds=ttl, overwrite=overwrite, user_metadata=metadata
-            )
+                adapter, run, kind, name, base_model, ttl_seconds=ttl, overwrite=overwrite, user_metadata=metadata,
+                run_metadata=run_metadata, export=export,
+            )  # fmt: skip
 
         return write
 
@@ -151,7 +171,7 @@ class Store:
         if not self._folder(run, kind, name).exists():
             with contextlib.suppress(OSError):  # a server was killed while it overwrote this checkpoint
                 os.replace(_old(self._folder(run, kind, name)), self._folder(run, kind, name))
-        file = self._folder(run, kind, name) / "checkpoint.json"
+        file = self._folder(run, kind, name) / RECORD
         try:
             # Where it lies decides its name: somebody may have renamed or copied the folder.
             data: dict[str, Any] = dict(json.loads(file.read_text()))
@@ -169,6 +189,8 @@ class Store:
 
     def load_into(self, adapter: Adapter, checkpoint: Checkpoint, *, optimizer: bool) -> None:
         """Set an adapter of the same shape to a saved state; without `optimizer` Adam starts anew."""
+        if checkpoint.kind == "external_weights":
+            raise RequestError(f"{checkpoint.path} is an export for other programs; load a saved state instead")
         weights = self._tensors(checkpoint, "adapter.safetensors")
         named = dict(adapter.parameters())
         if {n: t.shape for n, t in weights.items()} != {n: p.shape for n, p in named.items()}:
@@ -196,7 +218,7 @@ class Store:
 
     def listed(self, run: str | None = None) -> list[Checkpoint]:
         """Every live checkpoint, oldest first."""
-        pattern = "*/*/*/checkpoint.json"
+        pattern = f"*/*/*/{RECORD}"
         checkpoints: list[Checkpoint] = []
         for file in self.folder.glob(pattern):
             name, kind, folder = file.parent.name, file.parent.parent.name, file.parent.parent.parent.name
@@ -244,6 +266,23 @@ class Store:
         }
         return Snapshot(version, pairs)
 
+    def files(self, checkpoint: Checkpoint) -> dict[str, Path]:
+        """The files of a checkpoint that are for other programs, by name."""
+        folder = self._folder(checkpoint.run, checkpoint.kind, checkpoint.name)
+        return {file.name: file for file in sorted(folder.iterdir()) if file.name != RECORD}
+
+    def set_ttl(self, path: str, seconds: int | None) -> None:
+        """Let a checkpoint expire `seconds` from now, or never; RequestError (507) where that cannot be written."""
+        checkpoint = self.find(path)
+        changed = replace(checkpoint, expires=None if seconds is None else time.time() + seconds)
+        folder = self._folder(checkpoint.run, checkpoint.kind, checkpoint.name)
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=folder.parent, prefix=".ttl-", delete=False) as file:
+                file.write(_record(changed))
+            os.replace(file.name, folder / RECORD)
+        except OSError as error:
+            raise RequestError(f"the time to live of {path} could not be written ({error})", 507) from error
+
     def delete(self, path: str) -> None:
         checkpoint = self.find(path)
         shutil.rmtree(self._folder(checkpoint.run, checkpoint.kind, checkpoint.name))
@@ -289,8 +328,12 @@ def _alive(pid: str) -> bool:
 _TYPES: dict[str, tuple[type, ...]] = {
     "base_model": (str,), "rank": (int,), "seed": (int,), "attn": (bool,), "mlp": (bool,), "unembed": (bool,),
     "steps": (int,), "created": (float,), "expires": (float, type(None)), "user_metadata": (dict, type(None)),
-    "size_bytes": (int,),
+    "size_bytes": (int,), "run_metadata": (dict, type(None)),
 }  # fmt: skip
+
+
+def _record(checkpoint: Checkpoint) -> str:
+    return json.dumps(asdict(checkpoint), indent=1) + "\n"
 
 
 def _check(checkpoint: Checkpoint) -> None:

@@ -49,6 +49,11 @@ class Promise:
     finished: float = 0.0
 
     @property
+    def samples(self) -> bool:
+        """Whether it is of a sample request, which may be sent again; training goes on in order, to its end."""
+        return "sample_sequence_ids" in self.answer
+
+    @property
     def pending(self) -> bool:
         return self.payload is None and self.error is None
 
@@ -133,6 +138,11 @@ class Promises:
         self._gone[promise.id] = None
         while len(self._gone) > 65536:
             self._gone.popitem(last=False)
+
+    def drop_samples(self, session: str) -> None:
+        """Stop the samples of a session that are not finished; a client that lives after all sends them again (410)."""
+        for promise in [p for p in self._promises.values() if p.session == session and p.pending and p.samples]:
+            self.drop(promise)
 
     def drop_session(self, session: str) -> None:
         for promise in [p for p in self._promises.values() if p.session == session]:

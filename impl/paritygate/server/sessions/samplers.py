@@ -1,5 +1,6 @@
 """Sampling sessions: frozen weights under an id, kept within a memory bound, and the requests that use them."""
 
+import os
 import secrets
 import uuid
 from collections import OrderedDict
@@ -90,9 +91,23 @@ class Samplers:
         return [s.id for s in self._samplers.values() if s.session == session]
 
     def check_base(self, name: str) -> None:
-        """RequestError (404) unless `name` is the model that this server has."""
-        if self.model_name not in (name, name.split(":", maxsplit=1)[0]):
+        """RequestError (404) unless `name` is the model that this server has, or the folder that it was loaded from."""
+        folder = Path(name).is_absolute() and os.path.realpath(name) == os.path.realpath(self.engine.network.folder)
+        if not folder and self.model_name not in (name, name.split(":", maxsplit=1)[0]):
             raise RequestError(f"base_model {name!r} is not served here; this server has {self.model_name!r}", 404)
+
+    def of_model(self, model: str) -> Snapshot:
+        """The weights that "NAME", a path of saved sampler weights, or "NAME;PATH" names, held by no session."""
+        name, _, path = model.rpartition(";") if "tinker://" in model else (model, "", "")
+        if name:
+            self.check_base(name)
+        if not path:
+            return BASE
+        checkpoint = self.store.find(path)
+        sampler_id = f"openai:{checkpoint.version}"
+        sampler = self._samplers.get(sampler_id) or self.add(sampler_id, "", path, self._from_path(path))
+        self._samplers.move_to_end(sampler_id)
+        return self._snapshot(sampler)
 
     def sample(self, sampler: Sampler, body: Fields, raw: bytes) -> Promise:
         """Promise samples and scores; the same (sampling session, seq_id) and body finds the same promise."""

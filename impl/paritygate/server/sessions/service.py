@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from paritygate.server.engine.loop import Engine
+from paritygate.server.errors import RequestError
 from paritygate.server.limits import Limits
 from paritygate.server.sessions.checkpoints import Checkpoint, Store
 from paritygate.server.sessions.promises import Promise, Promises
@@ -25,11 +26,13 @@ class Service:
         self.promises = Promises(limits)
         self.sessions = Sessions(limits.sessions)
         self.samplers = Samplers(engine, store, self.promises, limits, model_name)
-        self.trainers = Trainers(engine, store, self.promises, self.samplers, limits)
+        self.trainers = Trainers(engine, store, self.promises, self.samplers, limits, self.end_silent)
 
     # ------------------------------------------------------------------ sessions
 
     def create_session(self, body: Fields) -> dict[str, Any]:
+        if self.sessions.full:
+            self.end_silent()
         session = self.sessions.create(body.strings("user_metadata"))
         return {"type": "create_session", "session_id": session.id}
 
@@ -55,9 +58,16 @@ class Service:
         """Free what vanished clients left: silent sessions, old answers, requests that wait for one that never came."""
         for session_id in self.sessions.silent(self.limits.session_seconds):
             self._forget(session_id)
+        for session_id in self.sessions.silent(self.limits.silent_seconds):
+            self.promises.drop_samples(session_id)
         self.promises.expire(self.limits.session_seconds)
         self.trainers.fail_overdue()
         self.store.sweep()
+
+    def end_silent(self) -> None:
+        """Free what clients hold that have missed three heartbeats: somebody else needs it now."""
+        for session_id in self.sessions.silent(self.limits.silent_seconds):
+            self._forget(session_id)
 
     def _forget(self, session_id: str) -> None:
         self.promises.drop_session(session_id)
@@ -123,18 +133,67 @@ class Service:
     def checkpoints(self, run: str) -> dict[str, Any]:
         return {"checkpoints": [_describe(checkpoint) for checkpoint in self.store.listed(run)]}
 
+    def all_checkpoints(self, limit: int, offset: int) -> dict[str, Any]:
+        """Those of every run, newest first."""
+        listed = self.store.listed()[::-1]
+        page = [_describe(checkpoint) for checkpoint in listed[offset : offset + limit]]
+        return {"checkpoints": page, "cursor": {"offset": offset, "limit": limit, "total_count": len(listed)}}
+
+    # ------------------------------------------------------------------ training runs
+
+    def training_runs(self, limit: int, offset: int) -> dict[str, Any]:
+        """The models that are alive and those that left checkpoints, the last used first."""
+        by_run: dict[str, list[Checkpoint]] = {run: [] for run in self.trainers.models}
+        for checkpoint in self.store.listed():
+            by_run.setdefault(checkpoint.run, []).append(checkpoint)
+        runs = sorted((self._run(*item) for item in by_run.items()), key=lambda r: r["last_request_time"], reverse=True)
+        page = runs[offset : offset + limit]
+        return {"training_runs": page, "cursor": {"offset": offset, "limit": limit, "total_count": len(runs)}}
+
+    def training_run(self, run: str) -> dict[str, Any]:
+        listed = self.store.listed(run)
+        if not listed and run not in self.trainers.models:
+            raise RequestError(f"there is no training run {run!r}: none is alive or has left a checkpoint", 404)
+        return self._run(run, listed)
+
+    def _run(self, run: str, checkpoints: list[Checkpoint]) -> dict[str, Any]:
+        model, last = self.trainers.models.get(run), checkpoints[-1] if checkpoints else None
+        used = [c.created for c in checkpoints] + ([] if model is None else [model.last_request])
+        metadata = model.user_metadata if model is not None else last.run_metadata if last is not None else None
+        rank = model.spec.rank if model is not None else last.rank if last is not None else None
+
+        def newest(kind: str) -> dict[str, Any] | None:
+            return next((_describe(c) for c in reversed(checkpoints) if c.kind == kind), None)
+
+        return {
+            "training_run_id": run,
+            "base_model": self.model_name if last is None else last.base_model,
+            "model_owner": "local",
+            "is_lora": True,
+            "corrupted": False,
+            "lora_rank": rank,
+            "last_request_time": _stamp(max(used)),
+            "last_checkpoint": newest("weights"),
+            "last_sampler_checkpoint": newest("sampler_weights"),
+            "user_metadata": metadata,
+        }
+
+
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+
+
+def _stamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    def stamp(seconds: float | None) -> str | None:
-        return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
-
     return {
         "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
-        "checkpoint_type": "training" if checkpoint.kind == "weights" else "sampler",
-        "time": stamp(checkpoint.created),
+        "checkpoint_type": _TYPES[checkpoint.kind],
+        "time": _stamp(checkpoint.created),
         "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.size_bytes,
         "public": False,
         "user_metadata": checkpoint.user_metadata,
-        "expires_at": stamp(checkpoint.expires),
+        "expires_at": None if checkpoint.expires is None else _stamp(checkpoint.expires),
     }

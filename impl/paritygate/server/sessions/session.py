@@ -26,11 +26,16 @@ class Sessions:
     finished: "OrderedDict[str, None]" = field(default_factory=OrderedDict[str, None])
 
     def create(self, user_metadata: dict[str, str] | None) -> Session:
-        if len(self.live) >= self.limit:
+        if self.full:
             raise RequestError(f"{self.limit} sessions are open, which is this server's limit; finish some")
         session = Session(str(uuid.uuid4()), time.monotonic(), user_metadata)
         self.live[session.id] = session
         return session
+
+    @property
+    def full(self) -> bool:
+        """Whether no further session can be opened."""
+        return len(self.live) >= self.limit
 
     def get(self, session_id: str) -> Session:
         """The live session of that id, marked as seen; 410 if it has finished, 404 if it was never known."""

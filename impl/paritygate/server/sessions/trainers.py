@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paritygate.server.engine.loop import Engine
@@ -11,7 +12,8 @@ from paritygate.server.engine.training import Pass, adam_step
 from paritygate.server.errors import RequestError
 from paritygate.server.limits import Limits
 from paritygate.server.model.lora import Adapter, LoraSpec, Snapshot
-from paritygate.server.sessions.checkpoints import Store
+from paritygate.server.sessions.checkpoints import Checkpoint, Kind, Store
+from paritygate.server.sessions.peft import check_exportable, write_adapter
 from paritygate.server.sessions.promises import PROTOBUF, Payload, Promise, Promises, digest, json_payload
 from paritygate.server.sessions.samplers import Samplers
 from paritygate.server.wire.fields import Fields
@@ -25,6 +27,9 @@ from paritygate.server.wire.training import (
     parse_forward_backward,
 )
 
+GRADIENT_NORM = (
+    "unclipped_grad_l2:mean"  # the hosted service's name (tinker-cookbook #331); it reports it with clipping
+)
 REMEMBERED = 256  # finished requests of a model that a repetition still finds
 
 
@@ -51,6 +56,8 @@ class Model:
     id: str
     session: str
     spec: LoraSpec
+    user_metadata: dict[str, str] | None = None
+    last_request: float = field(default_factory=time.time)
     adapter: Adapter | None = None
     next_seq: int = 1
     promises: dict[int, tuple[Promise, bytes]] = field(default_factory=dict[int, tuple[Promise, bytes]])
@@ -67,18 +74,29 @@ class Model:
 class Trainers:
     """All training models of a server; used on its event loop only."""
 
-    def __init__(self, engine: Engine, store: Store, promises: Promises, samplers: Samplers, limits: Limits) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        promises: Promises,
+        samplers: Samplers,
+        limits: Limits,
+        make_way: Callable[[], object],
+    ) -> None:
+        """`make_way` ends sessions whose clients have gone silent; it is called when every slot is taken."""
         self.engine = engine
         self.store = store
         self.promises = promises
         self.samplers = samplers
         self.limits = limits
+        self.make_way = make_way
         self.models: dict[str, Model] = {}
 
     def get(self, model_id: str) -> Model:
         model = self.models.get(model_id)
         if model is None:
             raise RequestError(f"there is no model {model_id!r} (its session finished or expired)", 404)
+        model.last_request = time.time()
         return model
 
     def forget(self, session: str) -> None:
@@ -127,10 +145,12 @@ class Trainers:
 
     def _add(self, model_id: str, session: str, body: Fields, spec: LoraSpec) -> Model:
         if len(self.models) >= self.limits.adapters:
+            self.make_way()
+        if len(self.models) >= self.limits.adapters:
             raise RequestError(
                 f"{self.limits.adapters} models are alive, which is this server's limit; finish a session"
             )
-        model = Model(model_id, session, spec)
+        model = Model(model_id, session, spec, body.strings("user_metadata"))
         self.models[model_id] = model
         return model
 
@@ -190,17 +210,22 @@ class Trainers:
             begin()
 
     def fail_overdue(self) -> None:
-        """Fail requests that have waited too long for a seq_id that never came."""
+        """Fail what has waited too long for a seq_id that never came, with all that waits behind it; then go on.
+
+        The requests that fail would have been computed on a state that lacks the missing one. The next seq_id is the
+        first that was never seen, so the model serves its client again.
+        """
         now = time.monotonic()
         for model in self.models.values():
+            oldest = min((since for since, _ in model.waiting.values()), default=now)
+            if now - oldest <= self.limits.out_of_order_seconds:
+                continue
+            missing = model.next_seq
+            model.next_seq = max(model.waiting) + 1
             for seq in sorted(model.waiting):
-                if now - model.waiting[seq][0] > self.limits.out_of_order_seconds:
-                    del model.waiting[seq]
-                    self.promises.fail(
-                        model.promises[seq][0],
-                        f"seq_id {seq} waited for seq_id {model.next_seq}, which never came",
-                        "user",
-                    )
+                message = f"seq_id {seq} waited for seq_id {missing}, which never came; the next is {model.next_seq}"
+                self.promises.fail(model.promises[seq][0], message, "user")
+            model.waiting.clear()
 
     # ------------------------------------------------------------------ the requests
 
@@ -225,8 +250,7 @@ class Trainers:
             params = decode_adam(body)
 
             def step() -> dict[str, Any]:
-                adam_step(model.ready(), params)
-                return {"metrics": {}}
+                return {"metrics": {GRADIENT_NORM: adam_step(model.ready(), params)}}
 
             return Work.at_once(step)
 
@@ -236,10 +260,40 @@ class Trainers:
         """Promise a saved state, Adam's moments included."""
 
         def prepare(model: Model, seq: int | None) -> Work:
-            write = self.store.writer(body, model.id, "weights", self.samplers.model_name, seq)
+            write = self._writer(body, model, "weights", seq)
             return Work.at_once(lambda: {"path": write(model.ready()).path, "type": "save_weights"})
 
         return self._json(body, raw, prepare)
+
+    def save_external(self, body: Fields, raw: bytes) -> Promise:
+        """Promise the files of a PEFT adapter, to be fetched by URL."""
+
+        def prepare(model: Model, seq: int | None) -> Work:
+            if body.data.get("age_encryption_recipients"):
+                raise RequestError("age_encryption_recipients is not served: the files are written unencrypted")
+            body.text("path")
+            network = self.engine.network
+            write = self._writer(body, model, "external_weights", seq, lambda f, a: write_adapter(f, a, network))
+
+            def save() -> dict[str, Any]:
+                check_exportable(model.ready(), network)
+                saved = write(model.ready())
+                return {"path": saved.path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
+
+            return Work.at_once(save)
+
+        return self._json(body, raw, prepare)
+
+    def _writer(
+        self,
+        body: Fields,
+        model: Model,
+        kind: Kind,
+        seq: int | None,
+        export: Callable[[Path, Adapter], None] | None = None,
+    ) -> Callable[[Adapter], Checkpoint]:
+        base_model, metadata = self.samplers.model_name, model.user_metadata
+        return self.store.writer(body, model.id, kind, base_model, seq, run_metadata=metadata, export=export)
 
     def save_for_sampler(self, body: Fields, raw: bytes) -> Promise:
         """Promise sampler weights: saved under a name, or frozen in memory as a new sampling session."""
@@ -247,7 +301,7 @@ class Trainers:
         def prepare(model: Model, seq: int | None) -> Work:
             if body.data.get("kind") not in ("snapshot", None):
                 raise RequestError("kind 'inflight' is not served: here the weights of a sampler never move")
-            write = self.store.writer(body, model.id, "sampler_weights", self.samplers.model_name, seq)
+            write = self._writer(body, model, "sampler_weights", seq)
             number = body.optional_integer("sampling_session_seq_id", low=0)
             if body.optional_text("path") is not None:
                 return Work.at_once(lambda: {"path": write(model.ready()).path, "type": "save_weights_for_sampler"})
@@ -269,6 +323,11 @@ class Trainers:
         """Promise to set a model to a saved state."""
 
         def prepare(model: Model, seq: int | None) -> Work:
+            if (seq or model.next_seq) != 1:  # as the hosted service answers, design/032
+                raise RequestError(
+                    f"LoadWeights is not permitted with seq_id {seq or model.next_seq}: a state is loaded by a model's "
+                    "first request only; create a new training client from the state"
+                )
             path, optimizer = body.text("path"), body.flag("optimizer", False)
             self.store.parse(path)
 
