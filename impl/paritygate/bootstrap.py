@@ -42,11 +42,12 @@ def record(path: str | Path, source: bytes) -> None:
     LOADED[real] = value
 
 
-def merge(loaded: Mapping[str, str]) -> None:
-    """Add what another process of ours loaded to LOADED; a file of two digests is equal to no proof."""
-    for path, value in loaded.items():
-        if LOADED.setdefault(path, value) != value:
-            LOADED[path] = "two processes loaded different bytes"
+def merge(loaded: Mapping[str, str], libraries: Mapping[str, str]) -> None:
+    """Add another process's LOADED and LIBRARIES to ours; what has two digests is equal to no proof."""
+    for theirs, ours in ((loaded, LOADED), (libraries, LIBRARIES)):
+        for name, value in theirs.items():
+            if ours.setdefault(name, value) != value:
+                ours[name] = "two processes loaded different bytes"
 
 
 class SourceOnly(SourceFileLoader):

@@ -222,6 +222,8 @@ def test_what_the_servers_process_loaded_is_known_at_its_end(monkeypatch):
     loaded = {"something of ours": "its digest"}
     monkeypatch.setattr("paritygate.backend.embedded.LOADED", loaded)
     monkeypatch.setattr(bootstrap, "LOADED", loaded)
+    libraries = dict[str, str]()
+    monkeypatch.setattr(bootstrap, "LIBRARIES", libraries)
 
     async def main():
         async with connect(embedded_model="tiny"):
@@ -235,5 +237,7 @@ def test_what_the_servers_process_loaded_is_known_at_its_end(monkeypatch):
 
 def test_a_file_of_which_two_processes_loaded_different_bytes_fits_no_proof(monkeypatch):
     monkeypatch.setattr(bootstrap, "LOADED", {"a": "1", "b": "2"})
-    bootstrap.merge({"a": "1", "b": "3", "c": "4"})
+    monkeypatch.setattr(bootstrap, "LIBRARIES", {"x": "5"})
+    bootstrap.merge({"a": "1", "b": "3", "c": "4"}, {"x": "6"})
     assert bootstrap.LOADED == {"a": "1", "b": "two processes loaded different bytes", "c": "4"}
+    assert bootstrap.LIBRARIES == {"x": "two processes loaded different bytes"}

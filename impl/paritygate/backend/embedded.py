@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from paritygate.backend.guard import in_daemon_thread
-from paritygate.bootstrap import LOADED, command, merge
+from paritygate.bootstrap import LIBRARIES, LOADED, command, merge
 from paritygate.errors import BackendError
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +111,7 @@ class EmbeddedServer:
             with contextlib.suppress(json.JSONDecodeError):
                 statement: dict[str, dict[str, str]] = json.loads(line)
                 if LOADED:  # else this process does not read sources only, and vouches for nothing
-                    merge(statement.get("loaded", {}))
+                    merge(statement.get("loaded", {}), statement.get("libraries", {}))
 
     async def _announcement(self) -> dict[str, object]:
         assert self._process is not None
@@ -150,7 +150,7 @@ def main() -> None:
     try:
         runpy.run_module("paritygate.server", run_name="__main__", alter_sys=True)
     finally:
-        print(json.dumps({"loaded": LOADED}), flush=True)
+        print(json.dumps({"loaded": LOADED, "libraries": LIBRARIES}), flush=True)
 
 
 if __name__ == "__main__":
