@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paritygate import server
-from paritygate.service.client import Connection, checked_url
+from paritygate.service.connection import Connection, checked_url
 from paritygate.service.lab import Lab, Settings
 from paritygate.service.runner import prepare
 

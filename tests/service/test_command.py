@@ -80,9 +80,9 @@ def test_services_that_are_none(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_service_that_takes_connections_and_says_nothing(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    from paritygate.service import client
+    from paritygate.service import connection
 
-    monkeypatch.setattr(client.probe, "__defaults__", (1.0,))
+    monkeypatch.setattr(connection.probe, "__defaults__", (1.0,))
     with accepting(closes=False) as url:
         assert main(["--base-url", url, "--json", str(tmp_path / "p.json")]) == 5
         assert "no answer within" in sentence(capsys)

@@ -1,56 +1,22 @@
-"""A thin layer over the SDK: every call has a time limit of ours, answers are NumPy, and SDKs 0.18 to 0.38 look alike.
-
-The SDK repeats requests that fail with 5xx for ever and blocks while a service is down. Here each call runs in a daemon
-thread of its own, and a call that is not done in time is `NoAnswer`: an outcome, not a hanging program.
-"""
+"""A thin layer over the SDK: answers are NumPy, and SDKs 0.18 to 0.38 look alike."""
 
 import contextlib
 import itertools
 import os
-import queue
-import socket
-import threading
 import time
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
-from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paritygate.errors import BackendError, BadInputError
-from paritygate.service.journal import Journal, number, numbers
+from paritygate.service.connection import Broken, Connection, NoAnswer, Refusal, is_future, with_limit
+from paritygate.service.journal import number, numbers
 
 T = TypeVar("T")
 Array = NDArray[np.float64]
-RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
-
-
-class Refusal(Exception):  # noqa: N818 - what the service did
-    """The service (or, where `by_sdk`, the SDK before it) said no, at once and for good."""
-
-    def __init__(self, text: str, *, by_sdk: bool = False) -> None:
-        super().__init__(text)
-        self.by_sdk = by_sdk
-
-
-class Broken(Exception):  # noqa: N818
-    """An answer that the SDK cannot read, or an internal error of the service; `final` where it says so for good."""
-
-    def __init__(self, text: str, *, final: bool = False) -> None:
-        super().__init__(text)
-        self.final = final
-
-
-class NoAnswer(Exception):  # noqa: N818
-    """No answer within our limit."""
-
-    def __init__(self, what: str, seconds: float) -> None:
-        super().__init__(f"{what}: no answer within {seconds:g} s")
 
 
 @dataclass(frozen=True)
@@ -109,187 +75,11 @@ class Sampled:
     topk: list[list[tuple[int, float]] | None] | None
 
 
-@dataclass
-class Connection:
-    """Where the service is, how long a call may take, and what has been called so far."""
-
-    base_url: str
-    api_key: str | None  # None: the SDK's own credentials
-    model: str
-    limit: float = 120.0
-    journal: Journal = field(default_factory=Journal)
-    calls: int = 0
-    tokens: int = 0
-    slowest: float = 0.0
-    silent: int = 0  # calls in a row without an answer
-    saved: list[str] = field(default_factory=list[str])
-
-    def probe(self, seconds: float | None = None) -> None:
-        """GET healthz without the SDK, which would block; BackendError in one sentence when nobody answers there.
-
-        A service that trains in the process that serves answers health late: by default it has twice a call's limit.
-        """
-        probe(self.base_url, self.api_key, max(10.0, 2 * self.limit) if seconds is None else seconds)
-
-    def call(self, what: str, submit: Callable[[], Any], limit: float | None = None) -> Any:
-        """The result of one SDK call, future or not.
-
-        Raises Refusal, Broken or NoAnswer; BackendError when the service is gone.
-        """
-        seconds = self.limit if limit is None else limit
-        self.calls += 1
-        started = time.monotonic()
-        try:
-            value = _with_limit(what, submit, seconds, self._gone)
-        except NoAnswer:
-            self.silent += 1
-            self.probe()
-            if self.silent >= 4 and limit is None:
-                raise BackendError(
-                    f"{self.base_url} answers its health check and nothing else: {self.silent} calls in a row were "
-                    f"without an answer for {seconds:g} s, the last was {what}."
-                ) from None
-            raise
-        except BackendError:
-            raise
-        except Exception as error:
-            self.silent = 0
-            failure = _classified(what, error)
-            if isinstance(failure, Broken):
-                self.probe()  # a service that is gone is no departure
-            raise failure from error
-        self.silent = 0
-        self.slowest = max(self.slowest, time.monotonic() - started)
-        return value
-
-    def _gone(self) -> None:
-        """BackendError when nothing listens at the address any more: the SDK would wait for minutes."""
-        parts = urlsplit(self.base_url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        try:
-            socket.create_connection((parts.hostname or "", port), timeout=5).close()
-        except ConnectionRefusedError:
-            raise BackendError(f"{self.base_url} is gone: it refuses connections.") from None
-        except OSError:
-            return
-
-
-def probe(base_url: str, api_key: str | None, seconds: float = 10.0) -> None:
-    """Ask GET /api/v1/healthz twice, `seconds` at the most; BackendError says in one sentence what is wrong."""
-    url = f"{base_url.rstrip('/')}/api/v1/healthz"
-    reason = ""
-    for attempt in range(2):
-        if attempt:
-            time.sleep(0.5)
-        try:
-            request = urllib.request.Request(url, headers={} if api_key is None else {"X-API-Key": api_key})
-            body = _with_limit("healthz", lambda request=request: _get(request, seconds / 2), seconds / 2)
-        except urllib.error.HTTPError as error:
-            if error.code in (401, 403):
-                if api_key is None:
-                    return
-                raise BackendError(f"{base_url} refuses the API key; correct TINKER_API_KEY.") from None
-            reason = f"GET {url} has HTTP status {error.code}"
-            if error.code == 404:
-                break
-        except NoAnswer:
-            reason = f"GET {url} had no answer within {seconds / 2:g} s"
-        except (OSError, ValueError, urllib.error.URLError) as error:
-            cause = getattr(error, "reason", error)
-            reason = f"{cause}" if str(cause) else type(error).__name__
-        except Exception as error:  # of http.client: an answer that is no HTTP
-            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        else:
-            if b"<html" in body[:500].lower() or b"<!doctype" in body[:500].lower():
-                reason = f"GET {url} answers with an HTML page"
-                break
-            return
-    raise BackendError(f"No Tinker service answers at {base_url} ({reason}); start it, or correct --base-url.")
-
-
-def _get(request: urllib.request.Request, seconds: float) -> bytes:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({})) if _local(request) else urllib.request
-    open_it = opener.open if isinstance(opener, urllib.request.OpenerDirector) else opener.urlopen
-    with open_it(request, timeout=seconds) as response:
-        return response.read(4096)
-
-
-def _local(request: urllib.request.Request) -> bool:
-    return (request.host or "").rsplit(":", 1)[0] in ("127.0.0.1", "localhost", "[::1]")
-
-
-def _with_limit(
-    what: str, submit: Callable[[], T], seconds: float, watch: Callable[[], None] | None = None, every: float = 3.0
-) -> T:
-    """Run in a daemon thread; NoAnswer after `seconds`. `watch` is called meanwhile; what it raises twice ends it."""
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def body() -> None:
-        try:
-            value: Any = submit()
-            answers.put((value.result() if _is_future(value) else value, None))
-        except BaseException as error:
-            answers.put((None, error))
-
-    threading.Thread(target=body, daemon=True, name=f"service proof: {what}").start()
-    end, failures = time.monotonic() + seconds, 0
-    while True:
-        rest = end - time.monotonic()
-        try:
-            value, error = answers.get(timeout=max(0.0, min(rest, every) if watch else rest))
-            break
-        except queue.Empty:
-            if rest <= every or watch is None:
-                raise NoAnswer(what, seconds) from None
-        try:
-            watch()
-        except BackendError:
-            failures += 1
-            if failures > 1:
-                raise
-    if error is not None:
-        raise error
-    return value
-
-
 def quietly(function: Callable[..., T], *arguments: Any) -> T:
     """Call what newer SDKs call deprecated, and older ones have nothing else for."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function(*arguments)
-
-
-def _is_future(value: Any) -> bool:
-    return hasattr(value, "result") and callable(value.result)
-
-
-def _classified(what: str, error: Exception) -> Exception:
-    """Refusal where asking again cannot help, Broken for all else."""
-    import tinker
-
-    text = f"{what}: {_one_line(error)}"
-    chain: list[BaseException] = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
-        chain.append(cause)
-    for one in chain:
-        if isinstance(one, tinker.APIStatusError):
-            code = one.status_code
-            if code in (401, 403):
-                return BackendError(f"The service refuses the API key ({_one_line(one)}); correct TINKER_API_KEY.")
-            return Refusal(text) if code < 500 and code not in RETRYABLE_STATUS else Broken(text)
-        if isinstance(one, getattr(tinker, "RequestFailedError", ())):
-            category = str(getattr(one, "category", getattr(one, "error_category", "")))
-            return Refusal(text) if "user" in category.lower() else Broken(text, final=True)
-    if type(error).__module__.split(".")[0] == "tinker" or isinstance(error, OSError | TimeoutError):
-        return Broken(text)
-    if isinstance(error, ValueError | TypeError | AssertionError | NotImplementedError | KeyError):
-        return Refusal(text, by_sdk=True)
-    return Broken(text)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{text[:400]}" if text else type(error).__name__
 
 
 class Session:
@@ -323,7 +113,7 @@ class Session:
                 return
         for client in self._trainers:
             with contextlib.suppress(Exception):
-                _with_limit("unload_model", lambda client=client: _unload(client), 5.0)
+                with_limit("unload_model", lambda client=client: _unload(client), 5.0)
 
     def models(self) -> dict[str, int | None]:
         """The names that the service reports, each with its context in tokens where that is reported."""
@@ -347,7 +137,7 @@ class Session:
             rest = quietly(self.service.create_rest_client)
             while self.connection.saved:
                 path = self.connection.saved.pop()
-                _with_limit("deleting", lambda path=path: rest.delete_checkpoint_from_tinker_path(path), 5.0)
+                with_limit("deleting", lambda path=path: rest.delete_checkpoint_from_tinker_path(path), 5.0)
 
     def create(self, rank: int, seed: int | None = None, **flags: bool) -> "Trainer":
         """A fresh adapter; flags are train_mlp, train_attn, train_unembed."""
@@ -592,7 +382,7 @@ class Sampler:
         future = self.client.sample(
             types.ModelInput.from_ints(list(prompt)), count, types.SamplingParams(**params), **options
         )
-        return future.result if _is_future(future) else lambda: future
+        return future.result if is_future(future) else lambda: future
 
     def logprobs(self, tokens: Sequence[int]) -> Array:
         """compute_logprobs: (L,), NaN where the service has None."""
@@ -630,15 +420,3 @@ def unique_names(prefix: str) -> Iterator[str]:
     """Names for saved states that no earlier run used."""
     stamp = f"{prefix}-{int(time.time() * 1000):x}"
     return (f"{stamp}-{index}" for index in itertools.count(1))
-
-
-def checked_url(url: str) -> str:
-    """`url` without a final slash; BadInputError unless it is http(s) with a host."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise BadInputError(f"--base-url {url!r} is no address; it looks like http://127.0.0.1:8000.")
-    return url.rstrip("/")

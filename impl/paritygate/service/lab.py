@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from paritygate.service.client import Array, Broken, Connection, Datum, Pass, Refusal, Session, Trainer, unique_names
+from paritygate.service.client import Array, Datum, Pass, Session, Trainer, unique_names
+from paritygate.service.connection import Broken, Connection, Refusal
 from paritygate.service.oracles import LOSSES, Oracle
 from paritygate.service.outcome import Undecided
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit, urlunsplit
 
 from paritygate.errors import BadInputError
-from paritygate.service.client import Connection, checked_url
+from paritygate.service.connection import Connection, checked_url
 from paritygate.service.lab import Lab, Settings
 from paritygate.service.obligations import Obligations
 from paritygate.service.report import Report

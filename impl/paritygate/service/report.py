@@ -74,6 +74,7 @@ def write(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, report: Report) -> None:
+    """The report as JSON to `path`, whole or not at all; BadInputError where it cannot be written."""
     write(path, json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from paritygate.errors import BackendError, BadInputError
 from paritygate.service.checks import CHECKS, Check
-from paritygate.service.client import Broken, NoAnswer, Refusal
+from paritygate.service.connection import Broken, NoAnswer, Refusal
 from paritygate.service.lab import Lab, measure_noise
 from paritygate.service.obligations import Obligation, Obligations
 from paritygate.service.outcome import OUTCOMES, Outcome, Undecided, judge

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from paritygate.service.checks.value import POLICY_LOSSES
-from paritygate.service.client import Array, Datum, Refusal, Session, Trainer
+from paritygate.service.client import Array, Datum, Session, Trainer
+from paritygate.service.connection import Refusal
 from paritygate.service.lab import Lab, Moved, f32, scale_of
 from paritygate.service.oracles import CISPO_DEFAULTS, PPO_DEFAULTS
 from paritygate.service.outcome import Measured, Undecided

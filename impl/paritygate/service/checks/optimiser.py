@@ -3,7 +3,8 @@
 import numpy as np
 
 from paritygate.service.checks.gradient import EPS_LIMIT, homogeneity
-from paritygate.service.client import Datum, Refusal, Session, Trainer
+from paritygate.service.client import Datum, Session, Trainer
+from paritygate.service.connection import Refusal
 from paritygate.service.lab import Lab, Moved, scale_of
 from paritygate.service.outcome import Measured, Undecided
 

@@ -1,19 +1,18 @@
 """sampling: what is drawn, from which distribution, and the logprobs that come with it."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from paritygate.service.chi_square import chi_square
 from paritygate.service.client import Array, Datum, Sampled, Sampler, Trainer
 from paritygate.service.lab import Lab, sampler_noise
 from paritygate.service.outcome import Measured, Undecided
 
 BATCH = 128  # samples a request
-EXPECTED = 8.0  # a token has a bin of its own where so many draws are expected
-CHI_P = 5.2  # standard normal deviate of p = 1e-7
 
 
 @dataclass(frozen=True)
@@ -173,53 +172,6 @@ def next_logprobs(lab: Lab, t: Trained, tokens: Sequence[int]) -> Array:
     """The training model's logprobs of each token after the prompt."""
     rows = _forward(t.trainer, [Datum(t.prompt, _last(t.prompt, token)) for token in tokens])
     return np.array([row[-1] for row in rows])
-
-
-def chi_square(
-    counts: Mapping[int, int],
-    logprobs: Mapping[int, float],
-    temperature: float,
-    *,
-    rest: Literal["all", "seen", "none"],
-) -> float:
-    """Chi-square of drawn tokens over its critical value at p = 1e-7, the larger of two ways to bin them.
-
-    A bin for each token that is expected often enough sees a single wrong token; some 16 bins of tokens in the order
-    of their probability see a wrong temperature in fewer draws. Rarer tokens were chosen by being drawn, so they are
-    one bin together: with "all" others, where the probability of the frequent ones is known (temperature 1); with what
-    was "seen" alone, which is a little less than all; or with "none".
-    """
-    total = sum(counts.values())
-    order = sorted(counts, key=lambda token: -logprobs[token])
-    p = np.exp(np.array([logprobs[token] for token in order]) / temperature)
-    p = p if rest == "all" else p / p.sum()
-    often = p * total >= EXPECTED
-    seen = np.array([counts[token] for token in order], float)[often]
-    expected = p[often] / p[often].sum() * seen.sum() if rest == "none" else p[often] * total
-    others = [] if rest == "none" else [(total - float(expected.sum()), total - float(seen.sum()))]
-    pairs = list(zip(expected.tolist(), seen.tolist(), strict=True))
-    statistics = [_statistic(pairs, others, least) for least in (EXPECTED, total / 16)]
-    decided = [statistic for statistic in statistics if statistic is not None]
-    if not decided:
-        raise Undecided(f"of {total} draws too few tokens are expected {EXPECTED:g} times")
-    return max(decided)
-
-
-def _statistic(tokens: list[tuple[float, float]], rest: list[tuple[float, float]], least: float) -> float | None:
-    """Chi-square over its critical value (Wilson and Hilferty) of (expected, seen), neighbours joined to `least`."""
-    bins: list[list[float]] = []
-    for expected, seen in tokens:
-        if bins and bins[-1][0] < least:
-            bins[-1] = [bins[-1][0] + expected, bins[-1][1] + seen]
-        else:
-            bins.append([expected, seen])
-    # Where nothing is left for the others, one draw of them is unlikely, and not impossible: logprobs are rounded.
-    bins += [[expected + max(2.0 - expected, 0.0), seen + max(2.0 - expected, 0.0)] for expected, seen in rest]
-    free = len(bins) - 1
-    if free < 2:
-        return None
-    statistic = sum((seen - expected) ** 2 / expected for expected, seen in bins)
-    return statistic / (free * (1 - 2 / (9 * free) + CHI_P * np.sqrt(2 / (9 * free))) ** 3)
 
 
 def _held_to(lab: Lab, right: float, wrong: float, what: str, **params: Any) -> Measured:

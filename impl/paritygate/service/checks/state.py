@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from paritygate.service.client import Array, Datum, Refusal, Session, Trainer
+from paritygate.service.client import Array, Datum, Session, Trainer
+from paritygate.service.connection import Refusal
 from paritygate.service.lab import Lab, Moved
 from paritygate.service.outcome import Measured, Undecided
 

@@ -5,7 +5,8 @@ from functools import partial
 
 import numpy as np
 
-from paritygate.service.client import Array, Datum, Pass, Refusal
+from paritygate.service.client import Array, Datum, Pass
+from paritygate.service.connection import Refusal
 from paritygate.service.lab import Lab, f32
 from paritygate.service.oracles import CISPO_DEFAULTS, LOSSES, PPO_DEFAULTS
 from paritygate.service.outcome import Measured, Undecided

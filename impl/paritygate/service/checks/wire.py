@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from paritygate.service.client import Broken, Datum, NoAnswer, Refusal, Session, Trainer
+from paritygate.service.client import Datum, Session, Trainer
+from paritygate.service.connection import Broken, NoAnswer, Refusal
 from paritygate.service.lab import Lab
 from paritygate.service.outcome import Measured, Undecided
 
