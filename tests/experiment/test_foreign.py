@@ -22,7 +22,7 @@ from tests.experiment.tiny_spec import ROOT, write_spec
 from tests.foreign_service import KEY, Faults, ForeignService
 from tests.scripted_service import JUDGE, POLICY, Script, digest
 
-STEPS, ITEMS = soak(quick=3, full=20), soak(quick=8, full=60)
+STEPS, ITEMS = soak(quick=2, full=20), soak(quick=6, full=60)
 ARMS = ("grpo", "sdpo_token")
 NOISE = 1e-3  # nats between two calls for the same logprob
 SLOW = {JUDGE: 0.05, POLICY: 0.01}  # seconds a call
@@ -74,7 +74,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory, tau_bench_dir: Path) -> An
         judge_thinks=lambda seed: THINKS if seed % 211 == 3 else seed % 300,
         judge_says=lambda seed: "" if seed % 223 == 5 else None,
     )
-    faults = Faults(status=status, seconds=lambda model: SLOW.get(model, 0.0), unhealthy=(10.0, 25.0))
+    faults = Faults(status=status, seconds=lambda model: SLOW.get(model, 0.0), unhealthy=(20.0, 1e9))
     with ForeignService(script, faults) as service:
         runs = Runs(tmp_path_factory.mktemp("foreign"), tau_bench_dir, asked_for(STEPS, ITEMS), service.url)
         runs.killed_at("train-", STEPS)
