@@ -1,10 +1,22 @@
 """Small trees: `bare` has no receipt, `tree` has a green one; each test gets a copy of its own."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from paritygate import bootstrap
 from tests.guard.small_tree import Tree, build
+
+
+@pytest.fixture(autouse=True)
+def no_libraries_of_this_session() -> Iterator[None]:
+    """A run is judged by what its process opened; what other tests of this session opened is no part of these."""
+    opened = dict(bootstrap.LIBRARIES)
+    bootstrap.LIBRARIES.clear()
+    yield
+    bootstrap.LIBRARIES.clear()
+    bootstrap.LIBRARIES.update(opened)
 
 
 @pytest.fixture(scope="session")
