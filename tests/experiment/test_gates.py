@@ -1,6 +1,8 @@
 """Each activation gate has a run that fails at it: exit 4, logs kept, fallbacks in order, nothing relaxed."""
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,22 @@ def constant(_seed: int, _length: int) -> list[float]:
     return [1.0, 0.5, 0.5]
 
 
+def after_the_probe(says: Callable[[int], str | None]) -> Callable[[int], str | None]:
+    """A judge that judges the service preflight's episode, its first call, and from then on answers as `says`."""
+    calls = itertools.count()
+    return lambda seed: says(seed) if next(calls) else None
+
+
 DIVERGING = "sdpo_mean_abs_token_adv above"  # divergence: stop and record, no fallback
 FAILING: dict[str, Script] = {
     "sdpo_frac_tokens_abs_adv_gt_0.1": Script(gap=0.11),
     "sdpo_mean_abs_token_adv": Script(gap=0.02),
     "sdpo_mean_abs_token_adv above": Script(gap=20.0),
-    "sdpo_frac_trajectories_with_feedback": Script(judge_says=lambda seed: "no" if seed % 4 else None),
+    "sdpo_frac_trajectories_with_feedback": Script(judge_says=after_the_probe(lambda seed: "no" if seed % 4 else None)),
     "grpo_frac_groups_nonzero_adv": Script(scores=constant),
-    "judge_parse_success_rate": Script(judge_says=lambda seed: "I would say 0.5." if seed % 5 == 0 else None),
+    "judge_parse_success_rate": Script(
+        judge_says=after_the_probe(lambda seed: "I would say 0.5." if seed % 5 == 0 else None)
+    ),
     "executed_base_model": Script(executed_model="Qwen/Qwen3.5-2B"),
 }
 
