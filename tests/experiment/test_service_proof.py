@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paritygate.backend.contact import Contact
 from paritygate.errors import BadInputError, Refused
 from paritygate.experiment.phases.preflight import service_proof
 from paritygate.experiment.plan.service_obligations import stands_on
@@ -28,8 +29,8 @@ UNCLEAR = Result("state/saved_exactly", "undecided", because="the noise is too l
 def met(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first contact, before any phase, has tests of its own."""
 
-    async def first_contact(*_: Any) -> None:
-        return None
+    async def first_contact(needs: Any, url: str) -> Contact:
+        return Contact(url, (), {}, {need.model: None for need in needs})
 
     monkeypatch.setattr("paritygate.backend.contact.first_contact", first_contact)
 

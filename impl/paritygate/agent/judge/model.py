@@ -91,7 +91,7 @@ class ModelJudge:
         elif read.thinking:
             error = "it never left its thoughts"
         else:
-            error = "" if judgement is not None else "it is no judgement" if read.raw.strip() else "it is empty"
+            error = "" if judgement is not None else "it is no judgement" if read.text.strip() else "it is empty"
         return None if error else judgement, Answer(read.raw, sample.stop_reason, len(sample.tokens), error)
 
 
