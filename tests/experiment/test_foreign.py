@@ -15,13 +15,14 @@ import pytest
 
 from paritygate.experiment.run.journal import read_lines
 from paritygate.receipts import PhaseChain
-from tests.counts import soak
+from tests.counts import SOAK, soak
 from tests.experiment.scaled_spec import asked_for
 from tests.experiment.test_protocol import check_chain
 from tests.experiment.tiny_spec import ROOT, write_spec
 from tests.foreign_service import KEY, Faults, ForeignService
 from tests.scripted_service import JUDGE, POLICY, Script, digest
 
+pytestmark = pytest.mark.skipif(not SOAK, reason="75 s and more of processes that are killed: PARITYGATE_SOAK=1")
 STEPS, ITEMS = soak(quick=2, full=20), soak(quick=6, full=60)
 ARMS = ("grpo", "sdpo_token")
 NOISE = 1e-3  # nats between two calls for the same logprob
