@@ -20,7 +20,7 @@ MUTANTS = (
         "losses/sdpo/advantages.py",
         "advantage = (teacher.double() - student.double()).clamp(-clip, clip)\n"
         "    return torch.where(token_mask, advantage, 0.0)",
-        "advantage = ((teacher.double() - student.double()) * read).clamp(-clip, clip)\n    return advantage",
+        "advantage = ((teacher.double() - student.double()) * token_mask).clamp(-clip, clip)\n    return advantage",
     ),
     Mutant(
         "not-clipped",
@@ -36,7 +36,7 @@ MUTANTS = (
         "sdpo/token_advantage",
         "losses/sdpo/advantages.py",
         "return torch.where(token_mask, advantage, 0.0).to(result_dtype(teacher, student))",
-        "return torch.where(read.roll(1, -1), advantage.nan_to_num(0.0), 0.0).to(result_dtype(teacher, student))",
+        "return torch.where(token_mask.roll(1, -1), advantage.nan_to_num(0.0), 0.0).to(result_dtype(teacher, student))",
     ),
     Mutant(
         "teacher-off-by-one",
@@ -77,7 +77,7 @@ MUTANTS = (
         "sdpo/sequence_advantage",
         "losses/sdpo/advantages.py",
         "/ token_mask.sum(-1, keepdim=True).clamp(min=1)",
-        "/ read.shape[-1]",
+        "/ token_mask.shape[-1]",
     ),
     Mutant(
         "sequence-not-masked",
@@ -85,7 +85,7 @@ MUTANTS = (
         "sdpo/sequence_advantage",
         "losses/sdpo/advantages.py",
         "return torch.where(token_mask, mean, 0.0)",
-        "return mean.expand_as(read)",
+        "return mean.expand_as(token_mask)",
     ),
     Mutant(
         "hybrid-swapped",

@@ -53,7 +53,7 @@ MUTANTS = (
         "sdpo/logit_loss",
         LOGIT,
         '"token_mean": 1.0 / tokens.sum(),',
-        '"token_mean": 1.0 / (tokens * read.shape[0]),',
+        '"token_mean": 1.0 / (tokens * token_mask.shape[0]),',
     ),
     Mutant(
         "truncated-tokens-count",
@@ -61,7 +61,7 @@ MUTANTS = (
         "sdpo/logit_loss",
         LOGIT,
         '"token_mean": 1.0 / tokens.sum(),',
-        '"token_mean": torch.full_like(tokens, 1.0 / read.numel()),',
+        '"token_mean": torch.full_like(tokens, 1.0 / token_mask.numel()),',
     ),
     Mutant(
         "masked-rows-count",
@@ -69,7 +69,7 @@ MUTANTS = (
         "sdpo/logit_loss",
         LOGIT,
         "sequences = (tokens > 0).sum()",
-        "sequences = torch.tensor(read.shape[0])",
+        "sequences = torch.tensor(token_mask.shape[0])",
     ),
     Mutant(
         "masked-nan-leaks",
@@ -123,7 +123,7 @@ MUTANTS = (
         "sdpo/empty",
         LOGIT,
         "    vocabulary = student_logits.shape[-1]\n",
-        "    vocabulary = student_logits.shape[-1]\n    if not read.any():\n        return torch.zeros(())\n",
+        "    vocabulary = student_logits.shape[-1]\n    if not token_mask.any():\n        return torch.zeros(())\n",
     ),
     Mutant(
         "kl-clipped-per-entry",
@@ -279,7 +279,7 @@ MUTANTS = (
         "sdpo/logit_loss",
         LOGIT,
         '"sequence_mean": 1.0 / (tokens * sequences)',
-        '"sequence_mean": torch.full_like(tokens, 1.0 / read.shape[-1]) / sequences',
+        '"sequence_mean": torch.full_like(tokens, 1.0 / token_mask.shape[-1]) / sequences',
     ),
     Mutant(
         "ratio-normalised",

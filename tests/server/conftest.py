@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from paritygate import server
+from paritygate.server.limits import Limits
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,7 +32,7 @@ def sdk_garbage() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def running() -> Iterator[server.Running]:
     """A server of the tiny model in this process."""
-    running = server.start("tiny")
+    running = server.start("tiny", limits=Limits(adapters=32))  # a module is one session
     yield running
     running.stop()
 

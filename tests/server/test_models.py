@@ -269,7 +269,8 @@ def test_the_command_serves_and_stops_on_a_signal(tmp_path: Path) -> None:
     assert httpx.get(f"{ready['base_url']}/api/v1/healthz", headers=headers, trust_env=False).status_code == 200
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (0, "", "")
+    told = [line for line in err.splitlines() if not line.startswith("paritygate: compiling ")]  # on a fresh machine
+    assert (process.returncode, out, told) == (0, "", [])
 
 
 def test_importing_the_server_does_not_import_torch() -> None:

@@ -200,7 +200,7 @@ def _dro(
 ) -> tuple[Tensor, Objective]:
     if not (math.isfinite(beta) and beta >= 0.0):
         raise ValueError(f"dro_loss: beta is {beta}; it is finite and not negative")
-    everywhere = torch.ones((), dtype=torch.bool)
+    everywhere = torch.ones((), dtype=torch.bool, device=logprobs.device)
     new, old, weight = _checked(
         "dro_loss", logprobs, sampler_logprobs, advantages, validate, finite=True, also=everywhere
     )

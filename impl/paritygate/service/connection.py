@@ -189,6 +189,7 @@ def with_limit(
 
 
 def is_future(value: Any) -> bool:
+    """Whether `value` is a future of the SDK: it has a `result` to call."""
     return hasattr(value, "result") and callable(value.result)
 
 

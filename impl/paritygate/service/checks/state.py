@@ -201,6 +201,11 @@ def load_in_a_run(lab: Lab) -> Measured:
             trainer.load(lab.warmed())
         except AttributeError:
             raise Undecided("this SDK has no load_state") from None
+        except Refusal as refusal:  # as the official service does: then nothing may have moved
+            kept = lab.change(trainer)
+            gap = float(np.abs(kept.change - moved.change).max())
+            because = f"load_state is refused ({refusal}); the weights are {gap:.3g} nats from where they were"
+            return Measured(gap, because, moved.rms, 10 * lab.noise.logprob)
         back = lab.change(trainer)
     gap = float(np.abs(back.change).max())
     return Measured(gap, f"load_state sets the weights {gap:.3g} nats off", moved.rms, 10 * lab.noise.logprob)
