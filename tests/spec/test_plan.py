@@ -70,12 +70,12 @@ def test_how_many_tasks_fit_as_their_own_gold_actions(tmp_path: Path, tau_bench_
     evaluation, training = fits = forecast.gold_fits(spec, load_retail(tau_bench_dir))
     assert (evaluation.tasks, training.tasks) == (60, 80)
     assert evaluation.in_tokens == 60 - 29
-    assert training.in_tokens == 80
+    assert training.in_tokens == 79  # all but task 431, whose recorded gold fails: 8,302 tokens
     assert evaluation.longest > 11_000
     assert 40 < evaluation.in_turns < 60
     text = " ".join(gold_lines(spec, fits))
     assert f"31 of 60 tasks fit into 8,192 tokens and {evaluation.in_turns} into 12 turns" in text
-    assert "80 of 80 tasks" in text
+    assert "79 of 80 tasks" in text
     local = load(spec_folder() / "sdpo-local.json")
     assert forecast.gold_fits(local, load_retail(tau_bench_dir)) == ()  # its tokenizer is the service's
 
