@@ -7,12 +7,12 @@ experiments: 13 is about run directories, 16 about runs against a service.
 import json
 import py_compile
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from paritygate.receipts.git import git
 from tests.harness.conftest import Stranger, environment_with
 
 LOSS = "src/my_losses/gspo.py"
@@ -93,7 +93,7 @@ def test_4_and_5_an_edit_of_the_installed_paritygate_and_one_hidden_from_git(
         ["commit", "-qm", "all"],
         ["update-index", "--assume-unchanged", LOSS],
     ):
-        subprocess.run(["git", *identity, *arguments], cwd=green.root, check=True)
+        git(green.root, *identity, *arguments)
     green.edit(LOSS, "1 + high", "1 + low")
     green.refused(f"{LOSS} was edited since parity was shown")
 
