@@ -9,9 +9,12 @@ from paritygate import bootstrap
 from tests.guard.small_tree import Tree, build
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_libraries_of_this_session() -> Iterator[None]:
-    """A run is judged by what its process opened; what other tests of this session opened is no part of these."""
+    """A run is judged by what its process opened; what other tests of this session opened is no part of these.
+
+    Of the modules' scope, since modules' fixtures write receipts too.
+    """
     opened = dict(bootstrap.LIBRARIES)
     bootstrap.LIBRARIES.clear()
     yield
