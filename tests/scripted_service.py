@@ -139,6 +139,7 @@ class ScriptedTrainer:
         self.service = service
         self.weights = weights
         self.pending = 0
+        self.update: dict[str, Any] = {}  # the last pass with gradients
         service.clients += 1
         self.client = service.clients
 
@@ -164,7 +165,8 @@ class ScriptedTrainer:
     async def _forward_backward(self, data: Sequence[Datum], loss_fn: str) -> FwdBwd:
         passed = await self.forward(data, loss_fn)
         self.pending = digest(self.pending, [(d.tokens, sorted(d.inputs.items())) for d in data], loss_fn)
-        self.service.updates.append({"client": self.client, "data": list(data), "loss_fn": loss_fn})
+        self.update = {"client": self.client, "data": list(data), "loss_fn": loss_fn}
+        self.service.updates.append(self.update)
         self.service.passes += 1
         if self.service.script.nan_at is not None and self.service.script.nan_at[0] == self.service.passes:
             return self._poisoned(passed, data, self.service.script.nan_at[1])
@@ -181,7 +183,7 @@ class ScriptedTrainer:
         async with self.service.call():
             self.weights = digest(self.weights, self.pending, learning_rate, beta1, beta2, eps)
             self.pending = 0
-            self.service.updates[-1]["adam"] = (learning_rate, beta1, beta2, eps)
+            self.update["adam"] = (learning_rate, beta1, beta2, eps)  # of this client: arms train at the same time
         return {}
 
     async def snapshot(self, name: str) -> "ScriptedSampler":
