@@ -105,8 +105,8 @@ def check(dtype: torch.dtype, device: str) -> None:
     exact = problem.through(problem.plain)()
     for name, run in contestants(problem).items():
         if "%" not in name or ", 0%" in name:
-            for found, wanted in zip(run(), exact, strict=True):
-                agree(f"{name}, {dtype}", found, wanted, 1e-4 if dtype == torch.float32 else 4e-2)
+            for actual, wanted in zip(run(), exact, strict=True):
+                agree(f"{name}, {dtype}", actual, wanted, 1e-4 if dtype == torch.float32 else 4e-2)
 
 
 def main() -> None:

@@ -60,9 +60,9 @@ def peer_package(source: retail.Source, index: int) -> tuple[float, float]:
     for action in episode.task.actions:
         if action.name not in TERMINATING:
             episode.call(action.name, action.arguments)
-    said = [" ".join(episode.task.outputs)]
+    messages = [" ".join(episode.task.outputs)]
     started = perf_counter()
-    reward = episode.grade(said).reward
+    reward = episode.grade(messages).reward
     return reset + perf_counter() - started, reward
 
 
@@ -85,9 +85,9 @@ def ours(source: retail.Source, index: int) -> tuple[float, float]:
     for action in episode.task.actions:
         if action.name not in TERMINATING:
             episode.call(action.name, action.arguments)
-    said = [" ".join(episode.task.outputs)]
+    messages = [" ".join(episode.task.outputs)]
     started = perf_counter()
-    reward = episode.grade(said).reward
+    reward = episode.grade(messages).reward
     return reset + perf_counter() - started, reward
 
 
@@ -147,7 +147,7 @@ def measure(source: retail.Source, folder: Path, repeats: int, tasks: int) -> di
                 seconds[side].append(taken)
     result: dict[str, Any] = {side: median(values) for side, values in seconds.items()}
     pairs = zip(seconds["peer"], seconds["ours"], strict=True)
-    result |= {"ratio": median(peer / own for peer, own in pairs), "first_goal": goals}
+    result |= {"ratio": median(peer / this for peer, this in pairs), "first_goal": goals}
     return result | {"peer_is": "tau_bench" if real else "its design", "episodes": len(seconds["ours"])}
 
 

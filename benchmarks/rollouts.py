@@ -72,7 +72,7 @@ class Service:
 
     def __init__(self, renderer: Any, seconds: float, texts: list[str], calls: Counter[Any], key: Any) -> None:
         self._renderer, self._seconds, self._texts, self._calls, self._key = renderer, seconds, texts, calls, key
-        self._said = 0
+        self._answered = 0
 
     async def _wait(self) -> None:
         self._calls[self._key] += 1
@@ -81,8 +81,8 @@ class Service:
     async def sample(self, tokens: Any, **_: Any) -> list[Sample]:
         """The next text."""
         await self._wait()
-        text = self._texts[min(self._said, len(self._texts) - 1)]
-        self._said += 1
+        text = self._texts[min(self._answered, len(self._texts) - 1)]
+        self._answered += 1
         ids = (*self._renderer._tokenizer.encode(text), self._renderer.get_stop_token_ids()[0])
         return [Sample(ids, (-1.0,) * len(ids), "stop")]
 
@@ -103,10 +103,10 @@ async def step(renderer: Any, seconds: float) -> Counter[Any]:
     async def play(task: int, rollout: int) -> Any:
         turns = 1 + derive(0, task, rollout) % 5
         env = Shop(task)
-        said = ["How much is the lamp, and can I have it in blue, please?"] * turns + [STOP]
+        replies = ["How much is the lamp, and can I have it in blue, please?"] * turns + [STOP]
         user: Any = ModelUser(
             env,
-            service(said, task, rollout),
+            service(replies, task, rollout),
             renderer,
             prompt="{instruction}",
             temperature=1.0,

@@ -28,8 +28,8 @@ BATCH = 16
 def prompts(tokenizer: Any, prefix: int, tail: int) -> list[list[int]]:
     """BATCH prompts of `prefix` shared tokens and `tail` tokens of their own, of English text."""
     words = tokenizer.encode(" ".join(corpus()))
-    own = [words[4000 + 131 * i : 4000 + 131 * i + tail] for i in range(BATCH)]
-    return [words[:prefix] + rest for rest in own]
+    suffixes = [words[4000 + 131 * i : 4000 + 131 * i + tail] for i in range(BATCH)]
+    return [words[:prefix] + rest for rest in suffixes]
 
 
 def ours(sampler: Any, batch: list[list[int]], new: int) -> list[list[int]]:

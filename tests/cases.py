@@ -28,17 +28,17 @@ class SpodCase:
 
     def episodes(self) -> list[dict[str, Any]]:
         """The reference's form."""
-        found: list[dict[str, Any]] = [{"success": bool(s), "actions": []} for s in self.success]
+        episodes: list[dict[str, Any]] = [{"success": bool(s), "actions": []} for s in self.success]
         for a, e in enumerate(self.episode_index):
             rows = self.action_index == a
-            found[e]["actions"].append(
+            episodes[e]["actions"].append(
                 {
                     "student_logits": self.student[rows],
                     "teacher_logits": self.teacher[rows],
                     "tokens": self.actions[rows],
                 }
             )
-        return found
+        return episodes
 
     def arguments(self, device: str) -> dict[str, Any]:
         """The packed form of an implementation, student_logits without requires_grad."""

@@ -83,11 +83,11 @@ def derivative(function: Callable[[list[Any]], Any], at: list[Any]) -> list[Any]
 
 
 def logit_rows(
-    student: np.ndarray, teacher: np.ndarray, read: np.ndarray, options: dict[str, Any]
+    student: np.ndarray, teacher: np.ndarray, mask: np.ndarray, options: dict[str, Any]
 ) -> dict[tuple[int, int], tuple[Any, list[Any]]]:
     """Value and gradient of the divergence at each position (b, t) to read, before any aggregation."""
     rows = {}
-    for b, t in np.argwhere(read).tolist():
+    for b, t in np.argwhere(mask).tolist():
         s, q = numbers(student[b, t]), numbers(teacher[b, t])
         k = options.get("top_k")
         kept = None if k is None else top_k(student[b, t].tolist(), k)
@@ -103,10 +103,10 @@ def aggregate(rows: dict[tuple[int, int], Any], weight: np.ndarray, aggregation:
     """The named aggregation of `rows[b, t]`, each times `weight[b, t]`."""
     total, sequences = mpf(0), {b for b, _ in rows}
     for (b, t), value in rows.items():
-        own = sum(1 for other, _ in rows if other == b)
+        sequence_tokens = sum(1 for other, _ in rows if other == b)
         share = {
             "token_mean": mpf(1) / len(rows),
-            "sequence_mean": mpf(1) / own / len(sequences),
+            "sequence_mean": mpf(1) / sequence_tokens / len(sequences),
             "sequence_sum": mpf(1) / len(sequences),
             "token_sum": mpf(1),
         }[aggregation]

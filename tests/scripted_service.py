@@ -262,8 +262,8 @@ class ScriptedSampler:
         return [*encode(text, add_special_tokens=False), end]
 
     def _answer(self, prompt: list[int], seed: int) -> str:
-        said = self.service.script.judge_says(seed)
-        return self._scores(prompt, seed) if said is None else said
+        judgement = self.service.script.judge_says(seed)
+        return self._scores(prompt, seed) if judgement is None else judgement
 
     def _harmony(self, prompt: list[int], seed: int) -> list[int]:
         """The analysis that the prompt has opened, then the final channel."""

@@ -22,10 +22,10 @@ def require(extra: str) -> None:
     """Raise MissingExtraError, naming the extra, where a module of it cannot be found. Imports nothing."""
     for name in EXTRAS[extra]:
         try:
-            found = importlib.util.find_spec(name) is not None
+            installed = importlib.util.find_spec(name) is not None
         except ModuleNotFoundError:
-            found = False
+            installed = False
         except ValueError:  # loaded by something that gave it no spec: it is there
-            found = True
-        if not found:
+            installed = True
+        if not installed:
             raise MissingExtraError(f"{name} is not installed, which this needs: pip install 'paritygate[{extra}]'.")

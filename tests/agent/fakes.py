@@ -107,13 +107,13 @@ class Talker:
     retries = 0
     cut_replies = 0
 
-    def __init__(self, said: Sequence[str]) -> None:
-        self._said = list(said)
+    def __init__(self, replies: Sequence[str]) -> None:
+        self._replies = list(replies)
         self.heard: list[str | None] = []
 
     async def reply(self, agent_text: str | None) -> tuple[str, bool]:
         self.heard.append(agent_text)
-        return (self._said.pop(0), False) if self._said else ("###STOP###", True)
+        return (self._replies.pop(0), False) if self._replies else ("###STOP###", True)
 
 
 TOOLS: list[dict[str, Any]] = [

@@ -228,8 +228,8 @@ def test_no_transcript_closes_its_fence():
 
 def test_the_question_holds_the_policy_and_the_whole_conversation():
     calls = [("look", {"x": 1}), ("", "{broken")]
-    said = [user("hi"), assistant("", calls), tool("look", "Error: no"), assistant("Sorry.")]
-    text = question(conversation(said), policy="Be kind.")
+    messages = [user("hi"), assistant("", calls), tool("look", "Error: no"), assistant("Sorry.")]
+    text = question(conversation(messages), policy="Be kind.")
     assert "Be kind." in text
     assert 'User: hi\n\nTool call: look {"x": 1}\nMalformed tool call: {broken\n\n' in text
     assert "Result of look: Error: no\n\nAssistant: Sorry." in text
@@ -417,18 +417,21 @@ def test_the_rules_see_failed_calls_inventions_and_haste():
 )
 def test_another_record_of_the_same_kind_is_no_evidence(seen, claim):
     """A claim is grounded by its value: that some order, price or id was seen grounds no other one."""
-    said = [user("Hello."), assistant("", [("look", {})]), tool("look", seen), assistant(claim)]
-    assert judge_messages(said).ungrounded_claims == 0.0
+    conversation = [user("Hello."), assistant("", [("look", {})]), tool("look", seen), assistant(claim)]
+    assert judge_messages(conversation).ungrounded_claims == 0.0
     same = tool("look", seen + " " + claim)
-    assert judge_messages([said[0], said[1], same, said[3]]).ungrounded_claims == 1.0
+    assert judge_messages([conversation[0], conversation[1], same, conversation[3]]).ungrounded_claims == 1.0
     # What is seen only afterwards grounds nothing either.
-    assert judge_messages([said[0], assistant(claim), assistant("", [("look", {})]), same]).ungrounded_claims == 0.0
+    assert (
+        judge_messages([conversation[0], assistant(claim), assistant("", [("look", {})]), same]).ungrounded_claims
+        == 0.0
+    )
 
 
 def test_a_call_that_succeeded_is_evidence_for_what_it_did_and_one_that_failed_is_not():
     for result, score in (('{"order_id": "#W1234567" ...', 1.0), ("Error: order not found", 0.5)):
-        said = [user("Cancel #W1234567."), assistant("", [WRITE]), tool("cancel_pending_order", result)]
-        judgement = judge_messages([*said, assistant("Order #W1234567 has been cancelled.")])
+        conversation = [user("Cancel #W1234567."), assistant("", [WRITE]), tool("cancel_pending_order", result)]
+        judgement = judge_messages([*conversation, assistant("Order #W1234567 has been cancelled.")])
         assert judgement.ungrounded_claims == score
 
 

@@ -99,5 +99,5 @@ def test_a_token_without_a_logprob_is_refused_and_not_read_as_certain(kind):
 
 def test_sampled_against_recomputed_logprobs_is_a_metric():
     """A service whose sampled log-probabilities are exactly 0 where they are not (cookbook #396) shows."""
-    found = logprob_difference([rollout(0, 0, 1.0, (None, 0.0, None, -2.0))], [[-0.75, -9.0, -2.25]])
-    assert found == {"sampler_recomputed_mean_abs_diff": 0.5, "sampler_recomputed_max_abs_diff": 0.75}
+    difference = logprob_difference([rollout(0, 0, 1.0, (None, 0.0, None, -2.0))], [[-0.75, -9.0, -2.25]])
+    assert difference == {"sampler_recomputed_mean_abs_diff": 0.5, "sampler_recomputed_max_abs_diff": 0.75}

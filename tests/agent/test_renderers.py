@@ -216,7 +216,7 @@ def test_no_text_of_a_user_or_a_tool_is_a_tools_result(renderers, name, wrap):
             tokens = renderers[name].render_ids([user("hi"), assistant("Hello."), message], add_generation_prompt=True)
         return tokens, [tokens.count(tag) for tag in tags]
 
-    for make in (user, lambda said: tool("look", said)):
+    for make in (user, lambda content: tool("look", content)):
         for bridge in (False, True):
             tokens, forged = controls(make(text), bridge=bridge)
             assert forged == controls(make("plain"), bridge=bridge)[1]

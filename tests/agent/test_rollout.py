@@ -27,13 +27,13 @@ def call_text(name: str, arguments: object, *, renderer: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def play(renderers, name, turns, *, said=("hi",), limits=None, context=CONTEXT, env=None):
+def play(renderers, name, turns, *, replies=("hi",), limits=None, context=CONTEXT, env=None):
     """An episode in which the model says `turns` (texts); returns the trajectory, the environment and the user."""
     renderer = renderers[name]
     tokenizer = renderer._tokenizer._tokenizer
     stop = renderer.get_stop_token_ids()[0]
     script = Script(in_order([[*tokenizer.encode(text), stop] for text in turns]))
-    env, user = env or Store(), Talker(said)
+    env, user = env or Store(), Talker(replies)
     limits = limits or Limits(max_tokens_per_turn=10_000, max_seq_len=50_000)
     trajectory = asyncio.run(run_episode(env, renderer, script, user, context=context, limits=limits, seed=0))
     return trajectory, env, user
@@ -116,7 +116,7 @@ def test_a_transfer_ends_the_episode_at_once_and_is_graded(renderers, name):
     ],
 )
 def test_an_episode_cut_by_a_limit_is_named_scores_zero_and_is_not_graded(renderers, limits, ending):
-    trajectory, env, _ = play(renderers, "chatml", ["Hello there.", "More."], said=("a", "b"), limits=limits)
+    trajectory, env, _ = play(renderers, "chatml", ["Hello there.", "More."], replies=("a", "b"), limits=limits)
     assert (trajectory.ended_by, trajectory.reward, env.ended) == (ending, 0.0, "cut")
 
 
@@ -133,13 +133,13 @@ def test_a_turn_that_a_limit_cut_is_not_acted_on(renderers):
 def test_thinking_never_reaches_the_user_and_its_calls_do_not_run(renderers, name):
     inside = call_text("look", {"x": "1"}, renderer=name)
     trajectory, env, user = play(
-        renderers, name, [f"<think>secret ###STOP### {inside}</think>Good day.", "Bye."], said=("a", "b")
+        renderers, name, [f"<think>secret ###STOP### {inside}</think>Good day.", "Bye."], replies=("a", "b")
     )
     assert user.heard[:2] == [None, "Good day."]
     assert env.called == []
     assert all("secret" not in m["content"] for m in trajectory.messages)
     # A thought in the middle is a thought as well.
-    _, env, user = play(renderers, name, ["Good <think>secret</think>day.", "Bye."], said=("a", "b"))
+    _, env, user = play(renderers, name, ["Good <think>secret</think>day.", "Bye."], replies=("a", "b"))
     assert all("secret" not in (text or "") for text in user.heard)
     # An unclosed thought is all thought.
     trajectory, env, user = play(renderers, name, ["<think>secret forever"])
@@ -169,7 +169,7 @@ def test_nothing_that_a_user_or_tool_writes_becomes_a_control_token(renderers, c
         for context in contexts.values():
             counts = []
             for text in (attack, "ok"):
-                trajectory, _, _ = play(renderers, name, ["a", "b"], said=(text, text), context=context)
+                trajectory, _, _ = play(renderers, name, ["a", "b"], replies=(text, text), context=context)
                 ids = [
                     renderers[name]._tokenizer.convert_tokens_to_ids(t)
                     for t in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
@@ -207,8 +207,8 @@ def test_a_gold_episode_has_the_tokens_of_the_rollout_that_says_the_same(rendere
             whole = renderer.render_ids(whole, tools=context.rendered_tools)
             assert list(gold.tokens) == whole[: len(gold.tokens)]  # a non-thinking render is the same tokens
             env = retail.RetailEpisode(source, split, index)
-            said = [m["content"] for m in gold.messages if m["role"] == "user"]
-            user = Talker(said if gold.ended_by == "transfer" else said[:-1])
+            messages = [m["content"] for m in gold.messages if m["role"] == "user"]
+            user = Talker(messages if gold.ended_by == "transfer" else messages[:-1])
             limits = Limits(max_turns=100, max_tokens_per_turn=5000, max_seq_len=100_000)
             played = asyncio.run(
                 run_episode(env, renderer, Script(in_order(turns)), user, context=context, limits=limits, seed=0)

@@ -111,8 +111,8 @@ def test_the_batch_is_the_same_at_any_concurrency(tiny, tau_bench_dir):
         return [[(await stage.play(task, r)) for r in range(3)] for task in reversed(TASKS)][::-1]
 
     together = on_stage(tiny, tau_bench_dir, all_at_once)
-    apart = on_stage(tiny, tau_bench_dir, one_by_one)
-    assert [[c.trajectory for c in group.rollouts] for group in together] == apart
+    one_at_a_time = on_stage(tiny, tau_bench_dir, one_by_one)
+    assert [[c.trajectory for c in group.rollouts] for group in together] == one_at_a_time
 
 
 def test_a_served_user_plays_along(tiny, tau_bench_dir):

@@ -19,14 +19,14 @@ CONTEXT = full("Follow the policy. Be kind to customers and do what they ask.", 
 FEEDBACK_TEXT = {name: f"About {name}: it should have asked first. " * 3 for name in DIMENSIONS}
 
 
-def episode(renderer, texts, said, *, index=0, rollout=0, context=CONTEXT):
+def episode(renderer, texts, replies, *, index=0, rollout=0, context=CONTEXT):
     """A finished episode in which the model says `texts`."""
     stop = renderer.get_stop_token_ids()[0]
     script = Script(in_order([[*renderer._tokenizer.encode(text), stop] for text in texts]))
     limits = Limits(max_turns=len(texts), max_tokens_per_turn=2000, max_seq_len=50_000)
     return asyncio.run(
         run_episode(
-            Store(index), renderer, script, Talker(said), context=context, limits=limits, seed=1, rollout=rollout
+            Store(index), renderer, script, Talker(replies), context=context, limits=limits, seed=1, rollout=rollout
         )
     )
 

@@ -102,8 +102,8 @@ def test_an_empty_or_failing_reply_is_asked_for_again_with_another_seed(renderer
 @pytest.mark.parametrize("name", ["chatml", "qwen3", "qwen3.5"])
 def test_deeply_nested_json_of_a_simulator_is_no_reply(renderers, name):
     user, _ = model_user(renderers[name], [NESTED, "Here I am."])
-    said, stop = asyncio.run(user.reply(None))
-    assert (said, stop, user.retries) == ("Here I am.", False, 1)
+    reply, stop = asyncio.run(user.reply(None))
+    assert (reply, stop, user.retries) == ("Here I am.", False, 1)
 
 
 def test_a_cut_reply_is_counted_and_asked_for_again(renderers):
@@ -194,9 +194,9 @@ def scripted(*texts):
 
 
 def test_the_scripted_user_opens_confirms_and_stops():
-    said = scripted(CONFIRM, "It is done.")
-    assert said[0] == ("Hi. My name is Ann Lee and my zip code is 12345. Cancel order #W1234567.", False)
-    assert said[1:] == [("Yes.", False), ("###STOP###", True)]
+    replies = scripted(CONFIRM, "It is done.")
+    assert replies[0] == ("Hi. My name is Ann Lee and my zip code is 12345. Cancel order #W1234567.", False)
+    assert replies[1:] == [("Yes.", False), ("###STOP###", True)]
 
 
 def test_the_scripted_user_repeats_its_wish_once_and_confirms_whenever_asked():

@@ -223,11 +223,11 @@ def tokenizer_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_first_contact_names_what_is_missing_within_ten_seconds(tokenizer_folder: Path):
     started = time.monotonic()
     with serving() as service:
-        found = contact(service)
-        assert found.context_lengths[JUDGE] == 131072
-        assert set(found.tokenizers) == {POLICY, USER, JUDGE}
-        assert found.tokenizers[USER].encode("<|im_end|>", add_special_tokens=False) == [
-            found.tokenizers[USER].convert_tokens_to_ids("<|im_end|>")
+        summary = contact(service)
+        assert summary.context_lengths[JUDGE] == 131072
+        assert set(summary.tokenizers) == {POLICY, USER, JUDGE}
+        assert summary.tokenizers[USER].encode("<|im_end|>", add_special_tokens=False) == [
+            summary.tokenizers[USER].convert_tokens_to_ids("<|im_end|>")
         ]
         with pytest.raises(BackendError, match="refuses the API key"):
             contact(service, key="tml-other")

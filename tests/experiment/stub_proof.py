@@ -11,21 +11,21 @@ from paritygate.service.report import Report
 from paritygate.service.runner import Result
 
 
-def prove_at(url: str, api_key: str | None, model: str, obligations: Obligations, *, keep: Any, **_: Any) -> Report:
+def prove_at(url: str, api_key: str | None, model: str, obligations: Obligations, *, save: Any, **_: Any) -> Report:
     """A finished report without a call."""
-    return proving({})(url, api_key, model, obligations, keep=keep)
+    return proving({})(url, api_key, model, obligations, save=save)
 
 
 def proving(others: Mapping[str, Result]) -> Callable[..., Report]:
     """A `prove_at` that finds `others`, by name, and that all else holds."""
 
-    def prove(url: str, _: str | None, model: str, obligations: Obligations, *, keep: Any, **__: Any) -> Report:
+    def prove(url: str, _: str | None, model: str, obligations: Obligations, *, save: Any, **__: Any) -> Report:
         held = {e.name: Result(e.name, "holds", 0.0, e.bound, because="stand-in") for e in obligations.entries}
         report = Report(
             url, model, [model], "stand-in", obligations.sha256, {}, {"logprob": 0.0, "step": 0.0}, complete=True
         )
         report.results = list((held | dict(others)).values())
-        keep(report)
+        save(report)
         return report
 
     return prove

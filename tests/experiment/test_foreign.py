@@ -58,13 +58,13 @@ class Runs:
         while len(list((self.run / "units").glob(f"{prefix}*/*.json"))) < units and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-        _, said = process.communicate()
-        assert process.returncode == -signal.SIGKILL, said
+        _, stderr = process.communicate()
+        assert process.returncode == -signal.SIGKILL, stderr
 
     def finished(self) -> None:
         process = self.start()
-        _, said = process.communicate()
-        assert process.returncode == 0, said
+        _, stderr = process.communicate()
+        assert process.returncode == 0, stderr
 
 
 @pytest.fixture(scope="module")

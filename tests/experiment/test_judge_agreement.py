@@ -5,11 +5,11 @@ import pytest
 from paritygate.experiment.phases.evaluate import agreement_with_rules
 
 
-def item(said: tuple[float, float, float] | None, ruled: tuple[float, float, float] | None) -> dict[str, object]:
+def item(judged: tuple[float, float, float] | None, ruled: tuple[float, float, float] | None) -> dict[str, object]:
     names = ("invalid_tool_use", "ungrounded_claims", "upfront_clarification")
     return {
         key: None if scores is None else dict(zip(names, scores, strict=True))
-        for key, scores in (("dimensions", said), ("rules", ruled))
+        for key, scores in (("dimensions", judged), ("rules", ruled))
     }
 
 
@@ -20,13 +20,13 @@ def test_agreement_is_over_the_items_that_both_judged():
         item(None, (1.0, 1.0, 1.0)),
         item((0.0, 0.0, 0.0), None),
     ]
-    found = agreement_with_rules(rows)
-    assert found is not None
-    assert {name: row["n"] for name, row in found.items()} == dict.fromkeys(found, 2)
-    assert found["invalid_tool_use"]["mean_abs_difference"] == pytest.approx(0.25)
-    assert found["invalid_tool_use"]["correlation"] == pytest.approx(1.0)
-    assert found["ungrounded_claims"]["correlation"] is None  # neither judge varies
-    assert found["composite"]["mean_abs_difference"] == pytest.approx((0.5 / 3 + 1.0 / 3) / 2)
+    agreement = agreement_with_rules(rows)
+    assert agreement is not None
+    assert {name: row["n"] for name, row in agreement.items()} == dict.fromkeys(agreement, 2)
+    assert agreement["invalid_tool_use"]["mean_abs_difference"] == pytest.approx(0.25)
+    assert agreement["invalid_tool_use"]["correlation"] == pytest.approx(1.0)
+    assert agreement["ungrounded_claims"]["correlation"] is None  # neither judge varies
+    assert agreement["composite"]["mean_abs_difference"] == pytest.approx((0.5 / 3 + 1.0 / 3) / 2)
 
 
 def test_there_is_none_where_the_rules_are_the_judge():

@@ -33,12 +33,12 @@ def advantages(kind: str, group: list[Scores], *, clip: float = 5.0, hybrid_weig
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[Scores]:
-    found: list[Scores] = []
+    scores: list[Scores] = []
     for _ in range(draw(st.integers(1, 5))):
         mask = draw(st.lists(st.integers(0, 1), min_size=1, max_size=8))
         rows = [[draw(LOGPROB) if bit else None for bit in mask] for _ in range(2)]
-        found.append(Scores(draw(st.none() | SCORE), mask, rows[0], rows[1]))
-    return found
+        scores.append(Scores(draw(st.none() | SCORE), mask, rows[0], rows[1]))
+    return scores
 
 
 @given(groups())
@@ -47,8 +47,8 @@ def test_grpo_is_the_centred_composite_on_the_mask(group: list[Scores]) -> None:
     judged = [scores.composite for scores in group if scores.composite is not None]
     mean = math.fsum(judged) / len(judged) if judged else 0.0
     for scores, row in zip(group, rows, strict=True):
-        own = 0.0 if scores.composite is None else scores.composite - mean
-        assert row == pytest.approx([own * bit for bit in scores.mask], abs=1e-12)
+        centred = 0.0 if scores.composite is None else scores.composite - mean
+        assert row == pytest.approx([centred * bit for bit in scores.mask], abs=1e-12)
 
 
 @given(groups(), st.floats(0.1, 6.0))

@@ -33,8 +33,8 @@ def start(spec: Path, output: Path, data: Path, *options: str) -> "subprocess.Po
 
 
 def finish(process: "subprocess.Popen[bytes]") -> None:
-    _, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, said.decode()
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr.decode()
 
 
 def events(run: Path) -> int:

@@ -200,8 +200,10 @@ def test_the_siblings_threshold_and_rule_are_the_specs(
     assert "of 1" not in text.split("feedback from your")[1].split("Correctly solve")[0]
 
 
-@pytest.mark.parametrize(("wording", "reward", "told"), [(False, 1.0, True), (True, 1.0, False), (True, 0.0, True)])
-def test_the_wording_for_a_success_is_the_specs(tau_bench_dir: Path, wording: bool, reward: float, told: bool) -> None:
+@pytest.mark.parametrize(("wording", "reward", "failed"), [(False, 1.0, True), (True, 1.0, False), (True, 0.0, True)])
+def test_the_wording_for_a_success_is_the_specs(
+    tau_bench_dir: Path, wording: bool, reward: float, failed: bool
+) -> None:
     _, text = taught(tau_bench_dir, [0.5, 0.25], 0, reward=reward, success_wording=wording)
-    assert ("unsuccessful earlier attempt" in text) is told
-    assert ("feedback from your earlier attempt" in text) is not told
+    assert ("unsuccessful earlier attempt" in text) is failed
+    assert ("feedback from your earlier attempt" in text) is not failed

@@ -141,8 +141,8 @@ def changed(value: Any) -> Any:
 
 def first(table: dict[str, Any], path: str) -> tuple[re.Match[str], Any] | None:
     """The first pattern of a table that a path matches, with what stands beside it."""
-    found = ((re.fullmatch(pattern, path), beside) for pattern, beside in table.items())
-    return next(((match, beside) for match, beside in found if match), None)
+    matches = ((re.fullmatch(pattern, path), beside) for pattern, beside in table.items())
+    return next(((match, beside) for match, beside in matches if match), None)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -176,4 +176,4 @@ def test_every_pattern_is_of_use() -> None:
     paths = [path for file in FILES for path, _, _ in numbers(golden(file), file)]
     for table in (NO_CASE, CLAIMS):
         for pattern in table:
-            assert any((found := first(table, path)) and found[0].re.pattern == pattern for path in paths), pattern
+            assert any((match := first(table, path)) and match[0].re.pattern == pattern for path in paths), pattern

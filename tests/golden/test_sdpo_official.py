@@ -116,8 +116,8 @@ def test_siblings_are_the_first_above_the_threshold(name: str) -> None:
             assert chosen == i, "an option of its own lets a rollout demonstrate to itself: never here"
             continue
         for select in (reference.select_sibling, sdpo.select_sibling):
-            found = select(group, i % 4, threshold=case["threshold"], rule="first")
-            assert (None if found is None else found + i - i % 4) == chosen
+            sibling = select(group, i % 4, threshold=case["threshold"], rule="first")
+            assert (None if sibling is None else sibling + i - i % 4) == chosen
 
 
 def test_best_and_first_differ() -> None:

@@ -206,11 +206,13 @@ def test_its_top_k_weights_are_truncated_cross_entropy(skip: int) -> None:
     datums = golden("tinker_distillation")["results"][f"sdft_topk_datums_skip{skip}"]["datums"]
     for datum, plain in zip(datums, golden("tinker_assemble")["datums"], strict=False):
         mask = np.array(plain["mask"]["data"])
-        read = (mask == 1) & (mask.cumsum() > skip)
+        row_mask = (mask == 1) & (mask.cumsum() > skip)
         assert datum["model_input"] == plain["model_input"]
-        np.testing.assert_allclose(datum["weights"]["data"], np.outer(read, expected), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(datum["weights"]["data"], np.outer(row_mask, expected), rtol=0, atol=1e-6)
         targets = [[token + j for j in range(3)] for token in plain["target_tokens"]["data"]]
-        assert datum["target_tokens"]["data"] == [row if r else [0, 0, 0] for row, r in zip(targets, read, strict=True)]
+        assert datum["target_tokens"]["data"] == [
+            row if r else [0, 0, 0] for row, r in zip(targets, row_mask, strict=True)
+        ]
 
 
 def test_its_custom_reverse_kl_is_the_renormalised_reverse_kl() -> None:
@@ -219,11 +221,11 @@ def test_its_custom_reverse_kl_is_the_renormalised_reverse_kl() -> None:
     total = 0.0
     for logprobs, datum, slopes in zip(case["student_logprobs"], case["datums"], case["grads"], strict=True):
         weights = np.array(datum["weights"]["data"])
-        read = weights.sum(1) > 0
-        student = torch.tensor(np.array(logprobs)[read])
-        teacher = torch.tensor(weights[read]).log()
+        row_mask = weights.sum(1) > 0
+        student = torch.tensor(np.array(logprobs)[row_mask])
+        teacher = torch.tensor(weights[row_mask]).log()
         ours = sdpo.cross_entropy_weights(student, teacher, tail=False).weights.numpy()
-        np.testing.assert_allclose(np.array(slopes)[read], -ours, rtol=0, atol=3e-7)
+        np.testing.assert_allclose(np.array(slopes)[row_mask], -ours, rtol=0, atol=3e-7)
         mask = np.ones((1, len(student)))
         total += sdpo_reference.logit_loss(student[None].numpy(), teacher[None].numpy(), mask, aggregation="token_sum")
     np.testing.assert_allclose(case["loss"], total, rtol=1e-6)

@@ -100,5 +100,5 @@ def test_siblings(name: str) -> None:
         if name == "one_success_self_allowed" and case["rewards"][i] >= case["threshold"]:
             assert chosen == i
             continue
-        found = reference.select_sibling(group, i % 4, threshold=case["threshold"], rule="first")
-        assert (None if found is None else found + i - i % 4) == chosen
+        sibling = reference.select_sibling(group, i % 4, threshold=case["threshold"], rule="first")
+        assert (None if sibling is None else sibling + i - i % 4) == chosen

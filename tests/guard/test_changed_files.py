@@ -51,8 +51,8 @@ def test_no_receipt(bare: Tree) -> None:
 
 def forge(tree: Tree, device: str = "cpu", results: dict | None = None) -> Path:
     """Put a receipt with a consistent name into the tree, in place of its own."""
-    (own,) = tree.receipts()
-    receipt = read_parity_receipt(own)
+    (original,) = tree.receipts()
+    receipt = read_parity_receipt(original)
     statement = statement_of(
         tree.root,
         device=device,
@@ -61,20 +61,20 @@ def forge(tree: Tree, device: str = "cpu", results: dict | None = None) -> Path:
         hypothesis=receipt.part("hypothesis"),
         session={key: receipt.part("session")[key] for key in ("arguments", "tests", "dtypes")},
     )
-    own.unlink()
+    original.unlink()
     return write_parity_receipt(tree.root, statement)
 
 
 def test_a_receipt_without_a_loss_of_the_experiment(tree: Tree) -> None:
-    (own,) = tree.receipts()
-    results = read_parity_receipt(own).part("obligations")
+    (receipt,) = tree.receipts()
+    results = read_parity_receipt(receipt).part("obligations")
     forge(tree, results={name: result for name, result in results.items() if name.startswith("toy/")})
     tree.refused("does not cover the experiment: other/sign has 0 of the 4 comparisons")
 
 
 def test_a_receipt_with_too_few_comparisons(tree: Tree) -> None:
-    (own,) = tree.receipts()
-    results = json.loads(json.dumps(read_parity_receipt(own).part("obligations")))
+    (receipt,) = tree.receipts()
+    results = json.loads(json.dumps(read_parity_receipt(receipt).part("obligations")))
     results["toy/value"]["comparisons"] = 19
     forge(tree, results=results)
     tree.refused("toy/value has 19 of the 20 comparisons")
@@ -231,28 +231,28 @@ def test_an_edit_hidden_from_git(tree: Tree, flag: str) -> None:
 
 
 def test_an_edited_receipt(tree: Tree) -> None:
-    (own,) = tree.receipts()
-    own.write_bytes(own.read_bytes().replace(b'"comparisons":30', b'"comparisons":99'))
+    (receipt,) = tree.receipts()
+    receipt.write_bytes(receipt.read_bytes().replace(b'"comparisons":30', b'"comparisons":99'))
     tree.refused("was edited or cut short: its bytes no longer have the digest in its name")
 
 
 def test_a_truncated_receipt(tree: Tree) -> None:
-    (own,) = tree.receipts()
-    own.write_bytes(own.read_bytes()[:-100])
+    (receipt,) = tree.receipts()
+    receipt.write_bytes(receipt.read_bytes()[:-100])
     tree.refused("was edited or cut short: its bytes no longer have the digest in its name")
 
 
 def test_an_edited_receipt_under_the_name_of_its_new_digest_but_not_canonical(tree: Tree) -> None:
-    (own,) = tree.receipts()
-    data = own.read_bytes() + b"\n"
-    own.unlink()
-    (own.parent / f"parity-{hashlib.sha256(data).hexdigest()}.json").write_bytes(data)
+    (receipt,) = tree.receipts()
+    data = receipt.read_bytes() + b"\n"
+    receipt.unlink()
+    (receipt.parent / f"parity-{hashlib.sha256(data).hexdigest()}.json").write_bytes(data)
     tree.refused("is not in canonical form")
 
 
 def test_a_receipt_under_another_name(tree: Tree) -> None:
-    (own,) = tree.receipts()
-    own.rename(own.with_name("parity-latest.json"))
+    (receipt,) = tree.receipts()
+    receipt.rename(receipt.with_name("parity-latest.json"))
     assert NAME.fullmatch("parity-latest.json") is None
     tree.refused("is not named parity-<sha256 of its bytes>.json")
 

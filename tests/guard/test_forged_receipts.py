@@ -44,11 +44,11 @@ def full_run_refused(tree: Tree, sentence: str, *arguments: str) -> None:
 
 def test_a_full_run_shows_parity_again(tree: Tree) -> None:
     tree.commit("the receipt")
-    (own,) = tree.receipts()
+    (receipt,) = tree.receipts()
     done = tree.run("--service", PYTEST_ADDOPTS="-k nothing", PYTHONWARNINGS="error")
     assert (done.returncode, "ran 4.0" in done.stdout) == (0, True), done
     assert "showing parity again in a clean worktree" in done.stdout
-    (fresh,) = (path for path in tree.receipts() if path != own)
+    (fresh,) = (path for path in tree.receipts() if path != receipt)
     assert fresh.name in done.stdout  # the run stands on what it has seen itself
     assert tree.git("worktree", "list").count("\n") == 0
 
@@ -180,14 +180,14 @@ def test_a_signature_by_another_key_or_for_another_purpose(signed: tuple[Tree, P
 
 def test_a_signature_over_other_bytes(signed: tuple[Tree, Path]) -> None:
     tree, _ = signed
-    (own,) = tree.receipts()
-    statement = json.loads(own.read_bytes())
+    (receipt,) = tree.receipts()
+    statement = json.loads(receipt.read_bytes())
     session = statement["predicate"]["configuration"][3]
     session["annotations"]["tests"] += 1
     session["digest"]["sha256"] = hashlib.sha256(canonical(session["annotations"])).hexdigest()
     forged = write_parity_receipt(tree.root, statement)
-    os.rename(f"{own}.sig", f"{forged}.sig")
-    own.unlink()
+    os.rename(f"{receipt}.sig", f"{forged}.sig")
+    receipt.unlink()
     tree.accepted()
     full_run_refused(tree, "does not verify for the bytes of", "--trust-receipt")
 

@@ -74,10 +74,10 @@ def test_a_suite_run_by_a_hook_leaves_its_repository_untouched(victim: Victim, t
 def test_a_proof_and_a_full_run_in_a_hook_are_of_their_own_repository(bare: Tree, victim: Victim) -> None:
     output = bare.parity(**victim.environment)
     assert "parity: green, 4 obligations" in output, output
-    (own,) = bare.receipts()
+    (receipt,) = bare.receipts()
     commit = bare.git("rev-parse", "HEAD").strip()
     assert commit != victim.commit
-    assert read_parity_receipt(own).part("session")["commit"] == commit
+    assert read_parity_receipt(receipt).part("session")["commit"] == commit
     done = bare.run("--service", **victim.environment)
     assert (done.returncode, "ran 4.0" in done.stdout) == (0, True), done
     assert [read_parity_receipt(path).part("session")["commit"] for path in bare.receipts()] == [commit] * 2

@@ -60,10 +60,10 @@ def test_a_file_is_read_or_not_and_never_waited_for(tmp_path: Path, kind: str) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_beside_a_good_receipt_it_hides_nothing(tree: Tree, kind: str) -> None:
-    (own,) = tree.receipts()
-    make(kind, own.with_name(NAME))
-    assert require_parity(tree.root, ["toy", "other"], "cpu").path == own
-    own.unlink()
+    (receipt,) = tree.receipts()
+    make(kind, receipt.with_name(NAME))
+    assert require_parity(tree.root, ["toy", "other"], "cpu").path == receipt
+    receipt.unlink()
     tree.refused_here(NAME)
 
 
@@ -93,8 +93,8 @@ def test_in_a_run_directory(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_receipt_that_may_not_be_read(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    (own,) = tree.receipts()
-    (own.with_name(NAME)).write_text("{}")
+    (receipt,) = tree.receipts()
+    (receipt.with_name(NAME)).write_text("{}")
     true = os.open
 
     def forbidden(path: object, flags: int, *rest: int, **more: int) -> int:
@@ -103,8 +103,8 @@ def test_a_receipt_that_may_not_be_read(tree: Tree, monkeypatch: pytest.MonkeyPa
         return true(path, flags, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr("paritygate.spec.strict.os.open", forbidden)
-    assert require_parity(tree.root, ["toy"], "cpu").path == own
-    own.unlink()
+    assert require_parity(tree.root, ["toy"], "cpu").path == receipt
+    receipt.unlink()
     tree.refused_here("cannot be read (Permission denied)")
 
 
@@ -142,9 +142,9 @@ def test_a_session_says_that_its_receipt_could_not_be_written(bare: Tree) -> Non
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EIO])
 def test_a_disk_that_takes_nothing(tree: Tree, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    (own,) = tree.receipts()
-    statement = read_parity_receipt(own).statement
-    own.unlink()
+    (receipt,) = tree.receipts()
+    statement = read_parity_receipt(receipt).statement
+    receipt.unlink()
 
     def full(*_: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -152,7 +152,7 @@ def test_a_disk_that_takes_nothing(tree: Tree, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("paritygate.receipts.files.os.fsync", full)
     with pytest.raises(Refused, match=os.strerror(number)):
         write_parity_receipt(tree.root, statement)
-    assert [path.name for path in own.parent.iterdir()] == ["README.md"]
+    assert [path.name for path in receipt.parent.iterdir()] == ["README.md"]
 
 
 # Readers that leave ------------------------------------------------------------------------------------------------

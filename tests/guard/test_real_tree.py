@@ -188,8 +188,8 @@ def test_edited_added_deleted_hidden_and_linked_files_and_a_cut_receipt(green: T
     (green.root / LOSS).unlink()
     undo()
     assert green.python(*VERIFY).returncode == 0
-    (own,) = green.receipts()
-    own.write_bytes(own.read_bytes()[:-1])
+    (receipt,) = green.receipts()
+    receipt.write_bytes(receipt.read_bytes()[:-1])
     refused(green, "was edited or cut short")
 
 
@@ -199,9 +199,9 @@ def test_bytes_flipped_anywhere(green: Tree) -> None:
     from paritygate.receipts import require_parity
 
     rng = random.Random(2)
-    (own,) = green.receipts()
+    (receipt,) = green.receipts()
     losses = list(load_losses(green.root)["losses"])
-    names = [*subjects(green.root), *[str(own.relative_to(green.root))] * 20]
+    names = [*subjects(green.root), *[str(receipt.relative_to(green.root))] * 20]
     flipped = 0
     while flipped < 500:
         path = green.root / rng.choice(names)
@@ -251,9 +251,9 @@ def test_two_runs_resumed_at_once(green: Tree, tau_bench_dir: Path) -> None:
 
 @full
 def test_a_forged_receipt_and_a_run_against_a_service(green: Tree, tau_bench_dir: Path) -> None:
-    (own,) = green.receipts()
-    shown = read_parity_receipt(own)
-    own.unlink()
+    (receipt,) = green.receipts()
+    shown = read_parity_receipt(receipt)
+    receipt.unlink()
     green.edit("impl/paritygate/losses/grpo.py", "rewards", "rewards ")
     text = (green.root / "impl/paritygate/losses/grpo.py").read_text()
     (green.root / "impl/paritygate/losses/grpo.py").write_text(f"{text}\n_right = group_mean_advantage\n{WRONG}")

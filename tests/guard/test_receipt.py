@@ -76,8 +76,8 @@ def test_the_spec_of_the_losses_keeps_its_schema(tree_template: Tree) -> None:
 def test_random_single_bytes_flipped(tree: Tree) -> None:
     """A byte anywhere among the subjects or in the receipt: refused, and the sentence names the file."""
     rng = random.Random(1)
-    (own,) = tree.receipts()
-    names = [*subjects(tree.root), *[str(own.relative_to(tree.root))] * 8]
+    (receipt,) = tree.receipts()
+    names = [*subjects(tree.root), *[str(receipt.relative_to(tree.root))] * 8]
     for _ in range(soak(quick=100, full=500)):
         path = tree.root / rng.choice(names)
         data = path.read_bytes()
@@ -126,18 +126,18 @@ def test_a_spec_of_the_losses_of_another_form(tree: Tree) -> None:
 
 
 def test_every_byte_of_the_receipt_flipped(tree: Tree) -> None:
-    (own,) = tree.receipts()
-    data = own.read_bytes()
+    (receipt,) = tree.receipts()
+    data = receipt.read_bytes()
     for at in range(0, len(data), soak(quick=101, full=7)):
-        own.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        receipt.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
         with pytest.raises(Refused, match="was edited or cut short"):
             require_parity(tree.root, ["toy"], "cpu")
 
 
 @pytest.mark.parametrize("place", ["subject", "predicate", "configuration", "annotations"])
 def test_a_field_that_the_schema_does_not_know(tree: Tree, place: str) -> None:
-    (own,) = tree.receipts()
-    statement = json.loads(own.read_bytes())
+    (receipt,) = tree.receipts()
+    statement = json.loads(receipt.read_bytes())
     target = {
         "subject": statement["subject"][0],
         "predicate": statement["predicate"],
@@ -145,7 +145,7 @@ def test_a_field_that_the_schema_does_not_know(tree: Tree, place: str) -> None:
         "annotations": statement["predicate"]["configuration"][0]["annotations"],
     }[place]
     target["more"] = "x"
-    own.unlink()
+    receipt.unlink()
     write_parity_receipt(tree.root, statement)
     with pytest.raises(Refused, match=r"does not keep spec/schema/parity-receipt.schema.json at /"):
         require_parity(tree.root, ["toy"], "cpu")
@@ -153,9 +153,9 @@ def test_a_field_that_the_schema_does_not_know(tree: Tree, place: str) -> None:
 
 def forged(tree: Tree, edit: Callable[[dict], object]) -> Path:
     """The tree's receipt, edited, under the name of its new digest."""
-    (own,) = tree.receipts()
-    statement = json.loads(own.read_bytes())
-    own.unlink()
+    (receipt,) = tree.receipts()
+    statement = json.loads(receipt.read_bytes())
+    receipt.unlink()
     edit(statement)
     return write_parity_receipt(tree.root, statement)
 
@@ -177,25 +177,25 @@ def test_a_receipt_that_contradicts_itself(tree: Tree, edit: Callable[[dict], ob
 
 
 def test_many_old_receipts_do_not_slow_it_and_the_likest_gives_the_reason(tree: Tree) -> None:
-    (own,) = tree.receipts()
-    statement = json.loads(own.read_bytes())
+    (receipt,) = tree.receipts()
+    statement = json.loads(receipt.read_bytes())
     for number in range(100):
         for entry in statement["subject"][: 3 + number % 5]:
             entry["digest"]["sha256"] = f"{number:064x}"
         write_parity_receipt(tree.root, statement)
     tree.edit("impl/paritygate/losses/toy.py", '"""A toy loss', '"""The toy loss')
     start = time.perf_counter()
-    with pytest.raises(Refused, match=rf"losses/toy.py was edited since parity was shown \({own.name}\)"):
+    with pytest.raises(Refused, match=rf"losses/toy.py was edited since parity was shown \({receipt.name}\)"):
         require_parity(tree.root, ["toy"], "cpu")
     assert time.perf_counter() - start < 2.0
     tree.edit("impl/paritygate/losses/toy.py", '"""The toy loss', '"""A toy loss')
-    assert require_parity(tree.root, ["toy"], "cpu").path == own
+    assert require_parity(tree.root, ["toy"], "cpu").path == receipt
 
 
 def test_a_good_receipt_holds_whatever_lies_beside_it(tree: Tree) -> None:
-    (own,) = tree.receipts()
-    (own.parent / f"parity-{'0' * 64}.json").write_bytes(canonical({"not": "a receipt"}))
-    (own.parent / "notes.txt").write_text("anything")
+    (receipt,) = tree.receipts()
+    (receipt.parent / f"parity-{'0' * 64}.json").write_bytes(canonical({"not": "a receipt"}))
+    (receipt.parent / "notes.txt").write_text("anything")
     tree.accepted()
 
 

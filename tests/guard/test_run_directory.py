@@ -204,8 +204,8 @@ def test_an_item_edited_and_everything_recounted(tree_template: Tree, run_dir: P
 
 def test_a_verdict_edited_and_everything_recounted(tree_template: Tree, run_dir: Path) -> None:
     path = run_dir / "verdict.json"
-    found = json.loads(path.read_bytes())
-    path.write_bytes(canonical(found | {"outcome": "validated" if found["outcome"] != "validated" else "failed"}))
+    verdict = json.loads(path.read_bytes())
+    path.write_bytes(canonical(verdict | {"outcome": "validated" if verdict["outcome"] != "validated" else "failed"}))
     recount(tree_template, run_dir)
     refused(tree_template, run_dir, "verdict.json is not the verdict that the per-item results give")
 

@@ -34,10 +34,10 @@ def test_a_cuda_session_shows_the_same_obligations_and_leaves_a_receipt_for_that
 ) -> None:
     interpreter, machine = with_gpu(tmp_path / "machine")
     tree = Tree(tree.root, interpreter)
-    (own,) = tree.receipts()
+    (cuda_receipt,) = tree.receipts()
     done = tree.python("-m", "pytest", "-q", "-m", "gpu", "--device", "cuda", **machine)
     assert "parity: green, 4 obligations" in done.stdout, done
-    (receipt,) = [read_parity_receipt(path) for path in tree.receipts() if path != own]
+    (receipt,) = [read_parity_receipt(path) for path in tree.receipts() if path != cuda_receipt]
     shown = receipt.part("environment")
     expected = {"device": "cuda", "gpu": "NVIDIA H200", "driver": "570.1", "cuda": "13.1", "torch": "2.99.0+cu131"}
     assert {key: shown[key] for key in expected} == expected

@@ -119,10 +119,10 @@ for number in range(10**9):
 def test_a_kill_at_any_moment_leaves_no_receipt_or_whole_ones(tree: Tree, tmp_path: Path) -> None:
     """A process that writes one receipt after another is killed: every receipt there is named by its own digest."""
     rng = random.Random(0)
-    (own,) = tree.receipts()
+    (receipt,) = tree.receipts()
     for round_ in range(soak(quick=8, full=100)):
         root = tmp_path / f"round{round_}"
-        command = [sys.executable, "-c", WRITER, str(ROOT / "impl"), str(root), str(own)]
+        command = [sys.executable, "-c", WRITER, str(ROOT / "impl"), str(root), str(receipt)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
             assert writer.stdout.readline() == "ready\n"
@@ -135,15 +135,15 @@ def test_a_kill_at_any_moment_leaves_no_receipt_or_whole_ones(tree: Tree, tmp_pa
 
 
 def test_a_half_written_file_is_no_receipt(tree: Tree) -> None:
-    (own,) = tree.receipts()
-    own.with_name(f".{own.name}.0123.tmp").write_bytes(own.read_bytes()[:100])
+    (receipt,) = tree.receipts()
+    receipt.with_name(f".{receipt.name}.0123.tmp").write_bytes(receipt.read_bytes()[:100])
     tree.accepted()
 
 
 def test_writing_the_same_receipt_twice_is_one_receipt(tree: Tree) -> None:
-    (own,) = tree.receipts()
-    assert write_parity_receipt(tree.root, read_parity_receipt(own).statement) == own
-    assert tree.receipts() == [own]
+    (receipt,) = tree.receipts()
+    assert write_parity_receipt(tree.root, read_parity_receipt(receipt).statement) == receipt
+    assert tree.receipts() == [receipt]
 
 
 def test_exclusive_creation(tmp_path: Path) -> None:

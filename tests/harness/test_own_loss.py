@@ -73,8 +73,8 @@ def test_3_to_7_and_14_what_is_on_the_disk(green: Stranger, tmp_path: Path) -> N
     green.refused(f"{LOSS} is a symbolic link")
     (green.root / LOSS).unlink()
     (tmp_path / "moved.py").rename(green.root / LOSS)
-    (own,) = green.receipts()
-    own.write_bytes(own.read_bytes()[:-1])
+    (receipt,) = green.receipts()
+    receipt.write_bytes(receipt.read_bytes()[:-1])
     green.refused("was edited or cut short")
 
 

@@ -39,9 +39,11 @@ def test_ragged_actions_every_branch_in_place(dtype: torch.dtype, sure: float) -
     data = batch([[1, 3], [9], [2, 1], [2]], 150, dtype, sure=sure)
     result, gradient = spod.success_preserving_loss_and_grad(**data, tau0=0.4, floor_weight=0.7)
     holds(data, result, gradient, tau0=0.4, floor_weight=0.7)
-    own = data["student_logits"].clone()
-    spod.success_preserving_loss_and_grad(**{**data, "student_logits": own}, out=own, tau0=0.4, floor_weight=0.7)
-    assert torch.equal(own, gradient)
+    in_place = data["student_logits"].clone()
+    spod.success_preserving_loss_and_grad(
+        **{**data, "student_logits": in_place}, out=in_place, tau0=0.4, floor_weight=0.7
+    )
+    assert torch.equal(in_place, gradient)
     leaf = data["student_logits"].clone().requires_grad_()
     spod.success_preserving_loss(**{**data, "student_logits": leaf}, tau0=0.4, floor_weight=0.7).loss.backward()
     assert leaf.grad is not None
@@ -109,14 +111,14 @@ def test_divergences(
     for side in (student, teacher):
         side[..., 135:] = -torch.inf
         side[1, 1, 3] = torch.nan
-    found = []
+    results = []
     for precise in (True, False):
         engine = engines.float64 if precise else triton_divergence
         monkeypatch.setattr(engines, "choose", lambda *_, engine=engine: engine)
         leaf = (student.double() if precise else student.clone()).requires_grad_()
         loss = sdpo.logit_loss(leaf, teacher.to(leaf.dtype), mask, divergence=kind, mixture=mixture, validate=precise)
-        found.append((float(loss.detach()), torch.autograd.grad(loss, leaf)[0].double()))
-    (exact, slope), (value, gradient) = found
+        results.append((float(loss.detach()), torch.autograd.grad(loss, leaf)[0].double()))
+    (exact, slope), (value, gradient) = results
     assert value == pytest.approx(exact, rel=1e-6, abs=1e-12)
     half = 5e-4 if dtype == torch.float16 else 3e-7
     assert (gradient - slope).abs().max() <= half * slope.abs().max() + (2.0**-25 if dtype == torch.float16 else 1e-14)
@@ -138,15 +140,15 @@ def test_truncated_divergences(
     for side in (student, teacher):
         side[0, :, 135:] = -torch.inf
         side[1, 1, 3] = torch.nan
-    found = []
+    results = []
     for precise in (True, False):
         engine = engines.float64 if precise else triton_divergence
         monkeypatch.setattr(engines, "choose", lambda *_, engine=engine: engine)
         leaf = (student.double() if precise else student.clone()).requires_grad_()
         options = {"divergence": kind, "mixture": mixture, "top_k": k, "tail": tail, "validate": precise}
         loss = sdpo.logit_loss(leaf, teacher.to(leaf.dtype), mask, **options)
-        found.append((float(loss.detach()), torch.autograd.grad(loss, leaf)[0].double()))
-    (exact, slope), (value, gradient) = found
+        results.append((float(loss.detach()), torch.autograd.grad(loss, leaf)[0].double()))
+    (exact, slope), (value, gradient) = results
     assert value == pytest.approx(exact, rel=1e-6, abs=1e-12)
     half = 5e-4 if dtype == torch.float16 else 3e-7
     assert (gradient - slope).abs().max() <= half * slope.abs().max() + (2.0**-25 if dtype == torch.float16 else 1e-14)

@@ -52,10 +52,10 @@ def test_operators_without_data_have_the_shapes_of_those_with(dtype: torch.dtype
     """What torch.compile plans with; backends that run the operator itself do not notice a mistake in it."""
     student, teacher = torch.zeros(6, 4, dtype=dtype), torch.ones(6, 4, dtype=dtype)
     actions, weights = torch.zeros(6, dtype=torch.int64), torch.ones(6, dtype=torch.float64)
-    known = row_ops.statistics(student, teacher, actions)
+    row_stats = row_ops.statistics(student, teacher, actions)
     for operator, given in (
         (row_ops.statistics_operator, (student, teacher, actions)),
-        (row_ops.gradient_operator, (student, teacher, actions, known, weights, weights)),
+        (row_ops.gradient_operator, (student, teacher, actions, row_stats, weights, weights)),
     ):
         torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
 
@@ -71,22 +71,22 @@ def test_inductor_the_same_loss_and_gradient(kind: str, top_k: int | None) -> No
     student, teacher, mask = data.pop("student_logits"), data["teacher_logits"], torch.ones(len(data["actions"]))
 
     def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        own = 1.5 * x + 0.25
+        logits = 1.5 * x + 0.25
         options = {"divergence": kind, "top_k": top_k, "validate": False}
         return (
-            spod.success_preserving_loss(own, **data, validate=False).loss,
-            sdpo.logit_loss(own[None], teacher[None], mask[None], **options),
+            spod.success_preserving_loss(logits, **data, validate=False).loss,
+            sdpo.logit_loss(logits[None], teacher[None], mask[None], **options),
         )
 
-    found = []
+    results = []
     for run in (step, torch.compile(step, backend="inductor", fullgraph=True)):
         leaf = student.clone().requires_grad_()
         losses = run(leaf)
         sum(losses).backward()
         assert leaf.grad is not None
-        found.append((*(x.detach() for x in losses), leaf.grad))
-    (own, other, slope), (own_again, other_again, slope_again) = found
-    assert torch.equal(own, own_again)
+        results.append((*(x.detach() for x in losses), leaf.grad))
+    (packed, other, slope), (packed_again, other_again, slope_again) = results
+    assert torch.equal(packed, packed_again)
     assert torch.allclose(other, other_again, rtol=1e-6, atol=0)
     assert (slope - slope_again).abs().max() <= 3e-7 * slope.abs().max()
 
@@ -106,9 +106,9 @@ def test_rows_on_the_device(vocabulary: int, noise: float, dtype: torch.dtype, d
     result, gradient = spod.success_preserving_loss_and_grad(**there)
     holds(data, type(result)(*(x.cpu() for x in result)), gradient.cpu())
     for _ in range(3):
-        own = there["student_logits"].clone()
-        spod.success_preserving_loss_and_grad(**{**there, "student_logits": own}, out=own)
-        assert torch.equal(own, gradient)
+        in_place = there["student_logits"].clone()
+        spod.success_preserving_loss_and_grad(**{**there, "student_logits": in_place}, out=in_place)
+        assert torch.equal(in_place, gradient)
 
 
 @pytest.mark.gpu
@@ -146,12 +146,12 @@ def test_without_validation_nothing_waits_for_the_device(device: str) -> None:
 @pytest.mark.gpu
 def test_no_second_buffer_of_the_logits(device: str) -> None:
     there = moved(batch([[64]] * 4, 50000, torch.bfloat16), device)
-    own = there["student_logits"]
-    spod.success_preserving_loss_and_grad(**there, out=own)
+    in_place = there["student_logits"]
+    spod.success_preserving_loss_and_grad(**there, out=in_place)
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
-    spod.success_preserving_loss_and_grad(**there, out=own, validate=False)
-    assert torch.cuda.max_memory_allocated(device) - held <= 0.05 * own.numel() * own.element_size()
+    spod.success_preserving_loss_and_grad(**there, out=in_place, validate=False)
+    assert torch.cuda.max_memory_allocated(device) - held <= 0.05 * in_place.numel() * in_place.element_size()
 
 
 @pytest.mark.gpu

@@ -90,7 +90,7 @@ def test_a_guarded_session_compiles_what_it_has_digested(monkeypatch: pytest.Mon
     monkeypatch.setenv("PARITYGATE_CACHE", str(tmp_path))
     monkeypatch.setattr(bootstrap, "LOADED", {"something": "read"})
     monkeypatch.setattr(bootstrap, "LIBRARIES", {})  # this session's would tell of "made"
-    monkeypatch.setattr(libraries, "build", lambda _, read: given.append(read) or b"made")
+    monkeypatch.setattr(libraries, "build", lambda _, source_files: given.append(source_files) or b"made")
     monkeypatch.setattr(libraries, "open_library", lambda made: made)
     assert cpp.library.__wrapped__() == b"made"
     assert given == [sources()]
@@ -157,9 +157,9 @@ def test_without_a_compiler_torch_answers(
     data = batch([[2, 1], [3]], 60, torch.float32)
     assert not cpp.serves(data["student_logits"], data["teacher_logits"])
     holds(data, *spod.success_preserving_loss_and_grad(**data))
-    own = data["student_logits"].clone()
-    spod.success_preserving_loss_and_grad(**{**data, "student_logits": own}, out=own)
-    assert abs(own.double().numpy() - answer(data)[1]).max() < 1e-7
+    in_place = data["student_logits"].clone()
+    spod.success_preserving_loss_and_grad(**{**data, "student_logits": in_place}, out=in_place)
+    assert abs(in_place.double().numpy() - answer(data)[1]).max() < 1e-7
 
 
 @needs_compiler

@@ -68,10 +68,10 @@ def test_thread_counts_and_layouts_change_no_bit(kind: str, mixture: float, dtyp
     with threads(1):
         expected = run(student, teacher)
     with threads(3):
-        found = [run(student, teacher)]
+        results = [run(student, teacher)]
     for name, moved in layouts(student).items():
-        found.append(run(moved, layouts(teacher)[name]))
-    assert all(torch.equal(a, b) for pair in found for a, b in zip(pair, expected, strict=True))
+        results.append(run(moved, layouts(teacher)[name]))
+    assert all(torch.equal(a, b) for pair in results for a, b in zip(pair, expected, strict=True))
 
 
 @DTYPES

@@ -148,9 +148,9 @@ def test_what_an_early_exit_has_not_read_may_have_been_certain(late: float, chun
     student, teacher = torch.zeros(2, 4), torch.tensor([[-20.0, 0.0, 0.0, 0.0], [late, 0.0, 0.0, 0.0]])
     index, head = torch.tensor([0, 0]), torch.eye(4)
     given = student, head, teacher, head, index, index, index[:1], torch.tensor([True])
-    told = spod.fused_linear_success_preserving_loss(*given, chunk_tokens=chunk, exact_teacher_logprob=False)
-    assert told.gate.tolist() == [True]
-    assert told.teacher_logprob.item() == pytest.approx(-20.0 - math.log(3.0), rel=1e-6)
+    result = spod.fused_linear_success_preserving_loss(*given, chunk_tokens=chunk, exact_teacher_logprob=False)
+    assert result.gate.tolist() == [True]
+    assert result.teacher_logprob.item() == pytest.approx(-20.0 - math.log(3.0), rel=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [None, 1])
@@ -160,9 +160,9 @@ def test_an_early_exit_does_not_decide_at_a_tie(dtype: torch.dtype, chunk: int |
     student, teacher = torch.tensor([[0.0, -1e4, -1e4, -1e4], [0.0] * 4], dtype=dtype), torch.zeros(2, 4, dtype=dtype)
     index, head = torch.tensor([0, 0]), torch.eye(4, dtype=dtype)
     given = student, head, teacher, head, index, index, index[:1], torch.tensor([True])
-    told = spod.fused_linear_success_preserving_loss(*given, chunk_tokens=chunk, exact_teacher_logprob=False)
-    assert told.gate.tolist() == [True]
-    assert told.teacher_logprob.item() == pytest.approx(-math.log(16.0), rel=1e-6)
+    result = spod.fused_linear_success_preserving_loss(*given, chunk_tokens=chunk, exact_teacher_logprob=False)
+    assert result.gate.tolist() == [True]
+    assert result.teacher_logprob.item() == pytest.approx(-math.log(16.0), rel=1e-6)
 
 
 def test_a_gradient_that_is_zero_is_never_written() -> None:
@@ -212,9 +212,9 @@ def test_memory_is_used_again_only_when_nobody_has_it() -> None:
     assert again[1].data_ptr() in {pages_at(x) for x in fused._kept}
     assert all(torch.equal(a, b) for a, b in zip(again, copies, strict=True))
     with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda _: gradients(), range(12)):
-            assert all(torch.equal(a, b) for a, b in zip(found, copies, strict=True))
-    del again, found
+        for actual in pool.map(lambda _: gradients(), range(12)):
+            assert all(torch.equal(a, b) for a, b in zip(actual, copies, strict=True))
+    del again, actual
     gradients()
     assert len(fused._kept) <= fused.KEPT, "the memory of one evaluation, however many there were"
 
@@ -256,8 +256,8 @@ def test_no_tile_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_chunks_are_whole_actions_and_full(tokens: list[int], long_may_open: bool, spans: list[Any]) -> None:
     """At most 4 rows: first and last row, first and last action of each chunk; a longer action is cut or alone."""
-    found = gate.plan(tokens, [long_may_open] * len(tokens), 4)
-    assert [(x.rows.start, x.rows.stop, x.actions.start, x.actions.stop) for x in found] == spans
+    chunks = gate.plan(tokens, [long_may_open] * len(tokens), 4)
+    assert [(x.rows.start, x.rows.stop, x.actions.start, x.actions.stop) for x in chunks] == spans
 
 
 @pytest.mark.parametrize(

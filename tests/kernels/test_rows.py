@@ -84,14 +84,14 @@ def test_out_in_place_and_autograd_are_the_same_bits(dtype: torch.dtype) -> None
     result, fresh = spod.success_preserving_loss_and_grad(**data)
     reused = torch.full_like(fresh, torch.nan)
     assert spod.success_preserving_loss_and_grad(**data, out=reused)[1] is reused
-    own = data["student_logits"].clone()
-    placed, gradient = spod.success_preserving_loss_and_grad(**{**data, "student_logits": own}, out=own)
-    assert gradient is own
+    in_place = data["student_logits"].clone()
+    placed, gradient = spod.success_preserving_loss_and_grad(**{**data, "student_logits": in_place}, out=in_place)
+    assert gradient is in_place
     leaf = data["student_logits"].clone().requires_grad_()
     through = spod.success_preserving_loss(**{**data, "student_logits": leaf})
     through.loss.backward()
     assert leaf.grad is not None
-    for other in (reused, own, leaf.grad):
+    for other in (reused, in_place, leaf.grad):
         assert torch.equal(fresh, other)
     for other in (placed, through):
         assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(result, other, strict=True))
@@ -116,10 +116,10 @@ def layouts(logits: Tensor) -> dict[str, Tensor]:
     wide = logits.new_zeros(count, 2 * vocabulary + 3)[:, 3 : 3 + vocabulary]
     turned = logits.new_zeros(vocabulary, count).t()
     every_other = logits.new_zeros(2 * count, vocabulary)[::2]
-    found = {"misaligned": odd, "inside a wider matrix": wide, "transposed": turned, "every other row": every_other}
-    for view in found.values():
+    views = {"misaligned": odd, "inside a wider matrix": wide, "transposed": turned, "every other row": every_other}
+    for view in views.values():
         view.copy_(logits)
-    return found
+    return views
 
 
 @DTYPES
@@ -134,9 +134,9 @@ def test_any_layout_of_logits_and_out(dtype: torch.dtype) -> None:
                 again, gradient = spod.success_preserving_loss_and_grad(**moved, out=out)
                 assert torch.equal(gradient, expected), name
                 assert torch.equal(again.loss, result.loss)
-        own = layouts(data["student_logits"])[name]
+        view = layouts(data["student_logits"])[name]
         assert torch.equal(
-            spod.success_preserving_loss_and_grad(**{**data, "student_logits": own}, out=own)[1], expected
+            spod.success_preserving_loss_and_grad(**{**data, "student_logits": view}, out=view)[1], expected
         )
         assert torch.equal(student, data["student_logits"]), "the input was changed"
 

@@ -102,3 +102,38 @@ def test_the_table_of_attack_kinds_names_tests_that_exist() -> None:
         assert f"\ndef {name}" in (ROOT / "tests/guard" / file).read_text(), small
         if "`" in real:
             assert f"\ndef {real.strip(' `')}(" in (ROOT / "tests/guard/test_real_tree.py").read_text(), real
+
+
+# Names that say nothing to a reader who comes from elsewhere -> what stands in their place, where it is one word.
+VAGUE = {
+    "known": "row_stats", "found": "", "told": "outputs", "room": "buffer", "recall": "load", "settle": "finish",
+    "sharpen": "refine", "apart": "diff", "about": "labels", "given_as": "inputs", "hot": "near_certain", "its": "",
+    "own": "", "said": "", "of_kl": "kl_weight", "of_floor": "floor_weight", "Lane": "ArmRun", "LaneRun": "ArmRun",
+    "players": "fakes", "cast": "fakes", "keep": "mask", "read": "row_mask", "Batch": "SpodBatch, StepBatch, ...",
+}  # fmt: skip
+VERBS = {"read", "keep"}  # are functions' names, too
+
+
+def bound_names(tree: ast.AST) -> list[tuple[int, str]]:
+    """Line and name of everything that a module binds; functions that are a verb (`read`, `keep`) aside."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append((node.lineno, node.id))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.append((node.lineno, node.attr))
+        elif isinstance(node, ast.arg):
+            names.append((node.lineno, node.arg))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names += [(node.lineno, node.name)] if node.name.lstrip("_") not in VERBS else []
+    return [(line, name.lstrip("_")) for line, name in names]
+
+
+def test_names_are_the_fields() -> None:
+    vague = []
+    for root in ("impl", "reference", "tests", "benchmarks", "examples"):
+        for path in sorted((ROOT / root).rglob("*.py")):
+            for line, name in bound_names(ast.parse(path.read_text())):
+                if name in VAGUE:
+                    vague.append(f"{path.relative_to(ROOT)}:{line} {name} (say what it is: {VAGUE[name]})")
+    assert not vague, "\n".join(vague)

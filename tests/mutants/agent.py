@@ -53,7 +53,7 @@ MUTANTS = (
         "a stop marker honoured inside reasoning",
         "tests/agent/test_users.py::test_what_a_reply_says_and_whether_it_stops",
         "agent/user.py",
-        "if STOP not in said:",
+        "if STOP not in reply:",
         "if STOP not in text:",
     ),
     Mutant(
@@ -77,7 +77,7 @@ MUTANTS = (
         "the sibling is the trajectory itself",
         "tests/agent/test_teacher.py::test_the_trajectory_is_never_its_own_solution_nor_another_tasks",
         "agent/teacher.py",
-        "    if own == other:",
+        "    if this == other:",
         "    if False:",
     ),
     Mutant(

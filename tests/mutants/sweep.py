@@ -85,34 +85,34 @@ class Fate(NamedTuple):
 def sites(file: str) -> list[Site]:
     """Every mutant of a file of the losses that an operator makes which takes no arguments and is not left out."""
     source = (LOSSES / file).read_text()
-    nodes, known = list(ast_nodes(get_ast(source))), statements(source)
-    found = []
+    nodes, spans = list(ast_nodes(get_ast(source))), statements(source)
+    mutants = []
     for name in sorted(operator_names()):
         if get_operator(name).arguments() or LEFT_OUT.match(name):
             continue
         operator = get_operator(name)()
         places = [place for node in nodes for place in operator.mutation_positions(node)]
         for occurrence, ((line, column), _) in enumerate(places):
-            within = [x for x in known if x[0] <= line <= x[1]]
+            within = [x for x in spans if x[0] <= line <= x[1]]
             first, last, at_import = min(within, key=lambda x: x[1] - x[0])
-            found.append(Site(file, name, occurrence, line, column, (first, last), at_import))
-    return sorted(found, key=lambda site: (site.line, site.column, site.operator))
+            mutants.append(Site(file, name, occurrence, line, column, (first, last), at_import))
+    return sorted(mutants, key=lambda site: (site.line, site.column, site.operator))
 
 
 def statements(source: str) -> list[tuple[int, int, bool]]:
     """First and last line of each statement (of a compound one, of its head), and whether an import runs it."""
-    found: list[tuple[int, int, bool]] = []
+    spans: list[tuple[int, int, bool]] = []
 
     def visit(body: list[Any], at_import: bool) -> None:
         for node in body:
             inner = [x for name in ("body", "orelse", "finalbody") for x in getattr(node, name, [])]
             first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
             last = max(node.lineno, node.body[0].lineno - 1) if inner else node.end_lineno
-            found.append((first, last, at_import))
+            spans.append((first, last, at_import))
             visit(inner, at_import and not isinstance(node, ast.FunctionDef))
 
     visit(ast.parse(source).body, True)
-    return found
+    return spans
 
 
 def reach(site: Site, seen: dict[str, dict[str, set[int]]]) -> set[str]:
@@ -297,12 +297,12 @@ def worker(mutants: list[tuple[Site, list[str]]], seconds: dict[str, float], fat
                 fates.put(fate(site, seconds, names, loaded))
 
 
-def first_pass(keep: Path | None) -> dict[str, tuple[float, dict[str, set[int]]]] | str:
-    """`measure` in a process of its own; read from `keep` where it is, else written there."""
-    if keep and keep.is_file():
-        known = json.loads(keep.read_text())
+def first_pass(cache: Path | None) -> dict[str, tuple[float, dict[str, set[int]]]] | str:
+    """`measure` in a process of its own; read from `cache` where it is, else written there."""
+    if cache and cache.is_file():
+        stored = json.loads(cache.read_text())
         return {
-            name: (spent, {file: set(rows) for file, rows in files.items()}) for name, (spent, files) in known.items()
+            name: (spent, {file: set(rows) for file, rows in files.items()}) for name, (spent, files) in stored.items()
         }
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
@@ -310,19 +310,21 @@ def first_pass(keep: Path | None) -> dict[str, tuple[float, dict[str, set[int]]]
     process.start()
     seen = answers.get()
     process.join()
-    if keep and not isinstance(seen, str):
-        keep.write_text(json.dumps(seen, default=sorted))
+    if cache and not isinstance(seen, str):
+        cache.write_text(json.dumps(seen, default=sorted))
     return seen
 
 
-def sweep(files: Sequence[str], jobs: int, budget: float, keep: Path | None, part: tuple[int, int]) -> list[Fate] | str:
+def sweep(
+    files: Sequence[str], jobs: int, budget: float, cache: Path | None, part: tuple[int, int]
+) -> list[Fate] | str:
     """The fates of every mutant of these files, or what is wrong with the losses as they are."""
     context = multiprocessing.get_context("fork")
-    seen = first_pass(keep)
+    seen = first_pass(cache)
     if isinstance(seen, str):
         return seen
     seconds = {name: spent for name, (spent, _) in seen.items()}
-    lines = {name: known for name, (_, known) in seen.items()}
+    lines = {name: lines_run for name, (_, lines_run) in seen.items()}
     mutants = [(site, chosen(reach(site, lines), seconds, budget)) for file in files for site in sites(file)]
     mutants = mutants[part[0] - 1 :: part[1]]
     print(f"{len(seen)} tests green, {sum(seconds.values()):.0f} s with traces; {len(mutants)} mutants", flush=True)
@@ -352,24 +354,24 @@ def main(arguments: argparse.Namespace) -> int:
     modules: list[str] = arguments.module
     part = tuple(int(number) for number in arguments.part.split("/"))
     files = [f"{module}.py" for module in modules]
-    found = sweep(files, arguments.jobs, arguments.budget, arguments.first_pass, part)
-    if isinstance(found, str):
-        print(f"no kill would mean anything: {found}")
+    fates = sweep(files, arguments.jobs, arguments.budget, arguments.first_pass, part)
+    if isinstance(fates, str):
+        print(f"no kill would mean anything: {fates}")
         return 1
-    by_operator = Counter((f.site.operator.removeprefix("core/"), f.end) for f in found)
+    by_operator = Counter((f.site.operator.removeprefix("core/"), f.end) for f in fates)
     print(f"\n{'operator':<44} {'killed':>7} {'survived':>9} {'unreached':>10}")
     for operator in sorted({operator for operator, _ in by_operator}):
         counts = [by_operator[operator, end] for end in ("killed", "survived", "unreached")]
         print(f"{operator:<44} {counts[0]:>7} {counts[1]:>9} {counts[2]:>10}")
     print()
-    for f in found:
+    for f in fates:
         if f.end != "killed":
             print(sentence(f))
     for module in modules:
-        ends = Counter(f.end for f in found if f.site.file == f"{module}.py")
+        ends = Counter(f.end for f in fates if f.site.file == f"{module}.py")
         print(f"{module}: {sum(ends.values())} mutants, {dict(ends)}")
     if arguments.json:
-        arguments.json.write_text(json.dumps([{**f._asdict(), "site": f.site._asdict()} for f in found], indent=1))
+        arguments.json.write_text(json.dumps([{**f._asdict(), "site": f.site._asdict()} for f in fates], indent=1))
     return 0
 
 

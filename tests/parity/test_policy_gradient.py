@@ -196,16 +196,16 @@ def test_reference_of_the_losses_of_a_service_against_sixty_digits(name: str) ->
             at, sampler, advantages = (oracle.numbers(part) for part in row)
             rows = {"sampler": sampler, "advantages": advantages, "mask": mask.tolist()}
             arguments = [*row, mask] if name == "gspo" else row
-            about = {"dtype": "float64", "oracle": "mpmath", "where": f"{name}, {options}"}
+            labels = {"dtype": "float64", "oracle": "mpmath", "where": f"{name}, {options}"}
 
             def value(z: list[Any], at: list[Any] = at, rows: dict[str, list[Any]] = rows) -> Any:
                 return oracle.policy_loss(name, z, at, rows, options)
 
             actual = getattr(reference, f"{name}_loss")(*arguments, **options)
-            compare("policy_gradient/clipped_oracle", actual, oracle.as_floats(value(at)), **about)
+            compare("policy_gradient/clipped_oracle", actual, oracle.as_floats(value(at)), **labels)
             slopes = getattr(reference, f"{name}_grad")(*arguments, **options)
             expected = oracle.as_floats(oracle.derivative(value, at))
-            compare("policy_gradient/clipped_oracle", slopes, expected, **about)
+            compare("policy_gradient/clipped_oracle", slopes, expected, **labels)
 
     the_reference_has_sixty_digits()
 
@@ -219,14 +219,14 @@ def test_what_a_service_is_held_to(name: str) -> None:
     @given(sequences(name, "float64"))
     def the_oracle_is_the_reference(case: Sequences) -> None:
         value, slopes = expected_of(name, case)
-        about = {"dtype": "float64", "where": f"{name}, {case.options}"}
+        labels = {"dtype": "float64", "where": f"{name}, {case.options}"}
         outputs = []
         for new, old, advantages, mask in zip(*case.rows, case.mask, strict=True):
             inputs = {"logprobs": old, "advantages": advantages, "sequence_ratio_mask": mask}
             outputs.append(oracles.LOSSES[name](new, inputs, case.options))
-        compare("policy_gradient/service_oracle", sum(one.value for one in outputs), value, **about)
+        compare("policy_gradient/service_oracle", sum(one.value for one in outputs), value, **labels)
         weights = [-one.weights for one in outputs]
-        compare("policy_gradient/service_oracle", weights, slopes, **about)
+        compare("policy_gradient/service_oracle", weights, slopes, **labels)
 
     the_oracle_is_the_reference()
 

@@ -128,16 +128,18 @@ def refuses(advantage: Any, *rows: Any) -> bool:
 def test_what_is_no_logprob_is_refused_where_it_is_read_and_ignored_elsewhere(losses: Any, device: str) -> None:
     """The leading None of a service's log-probabilities among them: it is not 0.0."""
     for name in ("token_advantage", "sequence_advantage"):
-        for value, who, read in itertools.product((None, np.nan, np.inf, -np.inf), (0, 1), (0, 1)):
+        for value, who, mask_bit in itertools.product((None, np.nan, np.inf, -np.inf), (0, 1), (0, 1)):
             rows: list[list[Any]] = [[-1.0, -2.0], [-1.5, -1.0]]
             rows[who][0] = value
-            expected = refuses(getattr(reference, name), *rows, [read, 1])
+            expected = refuses(getattr(reference, name), *rows, [mask_bit, 1])
             inputs = [[tensor([np.nan if v is None else v for v in row], "float64", device) for row in rows], rows]
             if device != "cpu":
                 inputs.pop()  # lists live on the CPU
             for pair in inputs:
-                actual = refuses(getattr(losses.sdpo, name), *pair, torch.tensor([read, 1], device=pair_device(pair)))
-                where = f"{name}, {value} as {('teacher', 'student')[who]}, mask {read}"
+                actual = refuses(
+                    getattr(losses.sdpo, name), *pair, torch.tensor([mask_bit, 1], device=pair_device(pair))
+                )
+                where = f"{name}, {value} as {('teacher', 'student')[who]}, mask {mask_bit}"
                 compare("sdpo/refusal", actual, expected, dtype="float64", where=where)
 
 
@@ -234,14 +236,22 @@ def test_tails_around_the_cap(losses: Any, device: str, divergence: str) -> None
     """A tail under 1e-7 is held there and has no gradient: the kept then sum to less than 1, and a KL's +1 shows."""
     options = {"divergence": divergence, "mixture": 0.3, "top_k": 2, "tail": True}
     tails = (0.0, 1e-9, 5e-8, 1.1e-7, 1e-3)
-    for own, others in itertools.product(tails, tails[::2]):
-        student, teacher, read = two_and_a_tail(0.7, own), two_and_a_tail(0.4, others), np.ones((1, 1), dtype=np.int64)
-        check_logit_case(losses, device, LogitCase("float64", "ordinary", student, teacher, read, None, options))
-        value, slopes = oracle.logit_rows(student, teacher, read == 1, options)[0, 0]
-        labels = {"dtype": "float64", "oracle": "mpmath", "where": f"{divergence}, tails {own:g} and {others:g}"}
-        expected = reference.logit_loss(student, teacher, read, **options)
+    for student_tail, teacher_tail in itertools.product(tails, tails[::2]):
+        student, teacher, mask = (
+            two_and_a_tail(0.7, student_tail),
+            two_and_a_tail(0.4, teacher_tail),
+            np.ones((1, 1), dtype=np.int64),
+        )
+        check_logit_case(losses, device, LogitCase("float64", "ordinary", student, teacher, mask, None, options))
+        value, slopes = oracle.logit_rows(student, teacher, mask == 1, options)[0, 0]
+        labels = {
+            "dtype": "float64",
+            "oracle": "mpmath",
+            "where": f"{divergence}, tails {student_tail:g} and {teacher_tail:g}",
+        }
+        expected = reference.logit_loss(student, teacher, mask, **options)
         compare("sdpo/oracle", expected, oracle.as_floats(value), **labels)
-        gradient = reference.logit_loss_grad(student, teacher, read, **options)
+        gradient = reference.logit_loss_grad(student, teacher, mask, **options)
         compare("sdpo/oracle", gradient[0, 0], oracle.as_floats(slopes), **labels)
 
 
@@ -256,15 +266,15 @@ def test_reference_against_sixty_digits(regime: str) -> None:
             return
         rows = oracle.logit_rows(case.student, case.teacher, case.mask == 1, case.options)
         weight = np.ones(case.mask.shape) if case.ratio is None else case.ratio
-        read = {at: value for at, (value, _) in rows.items() if weight[at] != 0.0}
-        values = {at: value if at in read else 0 for at, (value, _) in rows.items()}
+        masked_in = {at: value for at, (value, _) in rows.items() if weight[at] != 0.0}
+        values = {at: value if at in masked_in else 0 for at, (value, _) in rows.items()}
         exact = oracle.aggregate(values, weight, case.options["aggregation"])
         labels = {"dtype": "float64", "regime": case.regime, "oracle": "mpmath", "where": str(case.options)}
         compare("sdpo/oracle", expected, oracle.as_floats(exact), **labels)
         if not np.isfinite(expected):
             return
         gradient = reference.logit_loss_grad(**case.reference())
-        for at in read:
+        for at in masked_in:
             share = oracle.aggregate({other: int(other == at) for other in rows}, weight, case.options["aggregation"])
             slopes = oracle.as_floats([share * slope for slope in rows[at][1]])
             compare("sdpo/oracle", gradient[at], slopes, **labels)
@@ -282,10 +292,10 @@ def test_advantages_against_sixty_digits() -> None:
         exact = [max(min(q - p, 5), -5) * int(m) for q, p, m in pairs]
         actual = reference.token_advantage(teacher, student, mask)
         compare("sdpo/oracle", actual, oracle.as_floats(exact), dtype="float64", oracle="mpmath")
-        read = [i for i in range(len(mask)) if mask[i]]
-        if read and np.isfinite(teacher[read]).all():
-            mean = sum(oracle.numbers(teacher[read])) - sum(oracle.numbers(student[read]))
-            broadcast = [float(mean / len(read)) * int(m) for m in mask]
+        places = [i for i in range(len(mask)) if mask[i]]
+        if places and np.isfinite(teacher[places]).all():
+            mean = sum(oracle.numbers(teacher[places])) - sum(oracle.numbers(student[places]))
+            broadcast = [float(mean / len(places)) * int(m) for m in mask]
             actual = reference.sequence_advantage(teacher, student, mask)
             compare("sdpo/oracle", actual, broadcast, dtype="float64", oracle="mpmath")
 

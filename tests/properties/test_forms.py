@@ -158,8 +158,8 @@ def test_fused_spod_under_any_factor(factor: float) -> None:
 def test_fused_spod_of_shapes_that_do_not_fit(place: int, shape: tuple[int, ...]) -> None:
     given: list[Any] = [*heads(), *INDICES]
     given[place] = torch.zeros(shape)
-    told = [tuple(x.shape) for x in given[:5]]
-    words = f"student {told[0]} and {told[1]}, teacher {told[2]} and {told[3]}, actions {told[4]};"
+    shapes = [tuple(x.shape) for x in given[:5]]
+    words = f"student {shapes[0]} and {shapes[1]}, teacher {shapes[2]} and {shapes[3]}, actions {shapes[4]};"
     with pytest.raises(ValueError, match=re.escape(f"spod: shapes differ: {words}")):
         spod.fused_linear_success_preserving_loss(*given)
 
@@ -257,8 +257,11 @@ def test_a_spod_gradient_made_to_be_differentiated_is_the_gradient(factor: float
     (gradient,) = torch.autograd.grad(loss * factor, leaf, create_graph=True)
     sides = leaf.detach().numpy(), teacher.numpy(), actions.numpy()
     names = "student_logits", "teacher_logits", "tokens"
-    own = [dict(zip(names, (x[a:b] for x in sides), strict=True)) for a, b in ((0, 2), (2, 3), (3, 6))]
-    episodes = [{"success": success, "actions": own[:2]}, {"success": success, "actions": own[2:]}]
+    ragged_actions = [dict(zip(names, (x[a:b] for x in sides), strict=True)) for a, b in ((0, 2), (2, 3), (3, 6))]
+    episodes = [
+        {"success": success, "actions": ragged_actions[:2]},
+        {"success": success, "actions": ragged_actions[2:]},
+    ]
     slopes = spod_reference.success_preserving_grad(episodes, **options)
     expected = np.concatenate([rows for episode in slopes for rows in episode])
     np.testing.assert_allclose(gradient.detach().numpy(), factor * expected, rtol=0, atol=1e-15)

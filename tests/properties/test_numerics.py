@@ -36,7 +36,7 @@ def row(excluded: str) -> tuple[np.ndarray, np.ndarray]:
 def sides(student: np.ndarray, teacher: np.ndarray, dtype: str, **options: Any) -> list[tuple[float, np.ndarray]]:
     """Value and gradient of the reference and of the implementation, validated and not."""
     ones = np.ones(student.shape[:2])
-    found = [
+    results = [
         (
             reference.logit_loss(student, teacher, ones, **options),
             reference.logit_loss_grad(student, teacher, ones, **options),
@@ -45,8 +45,8 @@ def sides(student: np.ndarray, teacher: np.ndarray, dtype: str, **options: Any) 
     for validate in (True, False):
         logits = tensor(student, dtype, "cpu").requires_grad_()
         loss = sdpo.logit_loss(logits, tensor(teacher, dtype, "cpu"), torch.tensor(ones), validate=validate, **options)
-        found.append((loss.item(), torch.autograd.grad(loss, logits)[0].double().numpy()))
-    return found
+        results.append((loss.item(), torch.autograd.grad(loss, logits)[0].double().numpy()))
+    return results
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

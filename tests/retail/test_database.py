@@ -86,7 +86,7 @@ def test_an_equal_number_of_another_type_is_a_change(source: retail.Source) -> N
     methods = (
         (key, name, method) for key, user in db.records("users") for name, method in user["payment_methods"].items()
     )
-    user_id, name, method = next(found for found in methods if type(found[2].get("balance")) is int)
+    user_id, name, method = next(candidate for candidate in methods if type(candidate[2].get("balance")) is int)
     db.edit("users", user_id)["payment_methods"][name]["balance"] = float(method["balance"])
     assert db.record("users", user_id) == source.base.tables["users"][user_id]
     assert db.changes()  # upstream hashes the text: 22 and 22.0 differ

@@ -59,7 +59,7 @@ def test_a_cut_scores_zero_even_where_the_state_is_the_goal(source: retail.Sourc
 
 
 @pytest.mark.parametrize(
-    ("said", "reward", "substring_only"),
+    ("message", "reward", "substring_only"),
     [
         ("There are 10 t-shirts.", 1.0, ()),
         ("It is 9109.", 1.0, ("10",)),
@@ -73,11 +73,11 @@ def test_a_cut_scores_zero_even_where_the_state_is_the_goal(source: retail.Sourc
     ],
 )
 def test_outputs_are_substrings_without_commas(
-    source: retail.Source, said: str, reward: float, substring_only: tuple[str, ...]
+    source: retail.Source, message: str, reward: float, substring_only: tuple[str, ...]
 ) -> None:
     episode = solved(source, "test", 2)
     assert episode.task.outputs == ("10",)
-    grade = episode.grade(["Hello.", said])
+    grade = episode.grade(["Hello.", message])
     assert (grade.reward, grade.substring_only) == (reward, substring_only)
 
 

@@ -56,8 +56,8 @@ def test_a_repository_is_read_and_never_executed(tmp_path: Path, monkeypatch: py
     (upstream / RETAIL / "wiki.md").write_text("later", encoding="utf-8")
     git(upstream, "-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "--quiet", "-am", "later")
     to = tmp_path / "data" / "tau"
-    said = fetch.fetch(str(upstream), to, revision=revision)
-    assert str(upstream) in said
+    summary = fetch.fetch(str(upstream), to, revision=revision)
+    assert str(upstream) in summary
     assert layout.read(to) == SMALL
     assert list(layout.read(to)["tools"][0]["function"]) == ["name", "parameters"]
     assert (to / "LICENSE").read_text(encoding="utf-8") == "MIT License\n"

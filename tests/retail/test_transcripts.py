@@ -47,8 +47,8 @@ def test_gold_actions_give_the_recorded_observations_hashes_and_rewards(
         after = episode.db.changes()
         assert retail.database_hash(episode.db) == record["data_hash_after"], (split, index)
         assert source.goal(split, index).hash == record["gt_data_hash"], (split, index)
-        said = [step["kwargs"]["content"] for step in record["final"] if step["name"] == "respond"]
-        grade = episode.grade(said)
+        messages = [step["kwargs"]["content"] for step in record["final"] if step["name"] == "respond"]
+        grade = episode.grade(messages)
         assert grade.reward == record["reward"], (split, index)
         assert grade.outputs == record["reward_info"].get("outputs", {})
         assert episode.db.changes() == after

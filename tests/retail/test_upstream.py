@@ -41,11 +41,11 @@ class TestLive:
                 ours, theirs = (episode.call(action.name, action.arguments) for episode in episodes)
                 assert ours == theirs
                 assert episodes[0].done == episodes[1].done
-            said = ["Hello.", " ".join(episodes[0].task.outputs)]
-            ours, theirs = (episode.grade(said) for episode in episodes)
+            messages = ["Hello.", " ".join(episodes[0].task.outputs)]
+            ours, theirs = (episode.grade(messages) for episode in episodes)
             assert ours == theirs
             assert ours.reward == 1.0
-            assert episodes[1].grade(said) is theirs
+            assert episodes[1].grade(messages) is theirs
 
     def test_random_calls_are_answered_the_same_to_the_byte(self, source: retail.Source) -> None:
         rng = random.Random(11)

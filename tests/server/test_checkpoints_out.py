@@ -213,7 +213,7 @@ def test_every_route_of_the_sdk_is_served_or_named(running: server.Running) -> N
         for path in Path(tinker.__file__).parent.rglob("*.py")
         if not path.name.endswith("_test.py") and "cli" not in path.parts
     )
-    addresses = {re.sub(r"\{[^}]*\}", "x", found) for found in re.findall(r'f?"/api/v1/([^"]+)"', text)}
+    addresses = {re.sub(r"\{[^}]*\}", "x", route) for route in re.findall(r'f?"/api/v1/([^"]+)"', text)}
     assert {"asample", "copy_weights", "sessions/x/finish"} <= addresses
     served = [re.sub(r"\{[^}]*\}", "[^/]+", path) for _, path in running.service.routes]
     for address in addresses:

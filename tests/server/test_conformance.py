@@ -345,8 +345,8 @@ def test_checkpoints_are_named_listed_refused_and_deleted(trainer: Any, client: 
             trainer.save_state(bad).result()
     info = rest.get_weights_info_by_tinker_path(path).result()
     assert (info.is_lora, info.lora_rank, info.train_mlp) == (True, 8, True)
-    found = rest.list_checkpoints(trainer.model_id).result().checkpoints
-    assert path in [c.tinker_path for c in found]
+    listed = rest.list_checkpoints(trainer.model_id).result().checkpoints
+    assert path in [c.tinker_path for c in listed]
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(Exception, match="no checkpoint"):
         client.create_training_client_from_state(path).result()

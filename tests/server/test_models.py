@@ -125,10 +125,10 @@ def test_a_model_whose_attention_is_another_is_refused(tmp_path: Path, monkeypat
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(str(tmp_path / "llama"))
     Network(tmp_path / "llama")
-    own = modeling_llama.eager_attention_forward
+    attention = modeling_llama.eager_attention_forward
 
     def other(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
-        return own(module, query, key, value, mask, scaling=2 * scaling, **more)
+        return attention(module, query, key, value, mask, scaling=2 * scaling, **more)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", other)
     with pytest.raises(BadInputError, match="packed attention differs"):
@@ -269,8 +269,8 @@ def test_the_command_serves_and_stops_on_a_signal(tmp_path: Path) -> None:
     assert httpx.get(f"{ready['base_url']}/api/v1/healthz", headers=headers, trust_env=False).status_code == 200
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=30)
-    told = [line for line in err.splitlines() if not line.startswith("paritygate: compiling ")]  # on a fresh machine
-    assert (process.returncode, out, told) == (0, "", [])
+    lines = [line for line in err.splitlines() if not line.startswith("paritygate: compiling ")]  # on a fresh machine
+    assert (process.returncode, out, lines) == (0, "", [])
 
 
 def test_importing_the_server_does_not_import_torch() -> None:

@@ -62,7 +62,9 @@ def test_echo_scores_a_prompt_as_evaluation_harnesses_ask(
         assert logprobs.token_logprobs[: len(PROMPT)] == want
         assert len(logprobs.tokens) == len(PROMPT) + max_tokens
         assert logprobs.top_logprobs[0] is None
-        assert all(max(top.values()) >= own for top, own in zip(logprobs.top_logprobs[1:], want[1:], strict=False))
+        assert all(
+            max(top.values()) >= logprob for top, logprob in zip(logprobs.top_logprobs[1:], want[1:], strict=False)
+        )
 
 
 def test_chat_is_the_models_template_and_ends_at_its_end_token(oai: openai.OpenAI, running: server.Running) -> None:

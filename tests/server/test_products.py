@@ -70,10 +70,10 @@ def test_linear_layers_are_right_and_keep_a_rows_bits(inputs: int, outputs: int,
 def test_a_compiler_that_is_there_builds_the_kernels() -> None:
     """A source with a mistake must not pass for a machine without a compiler, whose tests are skipped."""
     try:
-        found = bool(libraries.compiler_command())
+        compiler = bool(libraries.compiler_command())
     except libraries.Unavailable:
-        found = False
-    wanted = found and os.environ.get("PARITYGATE_KERNELS") != "off"
+        compiler = False
+    wanted = compiler and os.environ.get("PARITYGATE_KERNELS") != "off"
     assert (available(), cpp.unavailable() is None) == (wanted, wanted)
 
 

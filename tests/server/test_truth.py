@@ -126,16 +126,16 @@ def test_a_prompt_in_common_is_computed_once_and_changes_nothing(network: Any, p
         tokens = common + [generator.randrange(vocabulary) for _ in range(length + 1)]
         weights = torch.tensor([generator.choice([0.0, 1.0, -0.5]) for _ in range(len(tokens) - 1)])
         data.append(Datum(tokens[:-1], LossInputs(torch.tensor(tokens[1:]), {"weights": weights})))
-    together, apart = moved_adapter(network), moved_adapter(network)
+    together, separate = moved_adapter(network), moved_adapter(network)
     whole = Pass(network, together, data, "cross_entropy", {}, forward_only=False)
     pieces = list(whole.steps(10_000))
-    single = Pass(network, apart, data, "cross_entropy", {}, forward_only=False)
+    single = Pass(network, separate, data, "cross_entropy", {}, forward_only=False)
     for _ in single.steps(1):
         pass
     assert len(pieces) == 1
     assert all(torch.equal(a, b) for a, b in zip(whole.outcome.logprobs, single.outcome.logprobs, strict=True))
     assert whole.outcome.loss == pytest.approx(single.outcome.loss, rel=1e-6)
-    for (name, a), (_, b) in zip(together.parameters(), apart.parameters(), strict=True):
+    for (name, a), (_, b) in zip(together.parameters(), separate.parameters(), strict=True):
         assert a.grad is not None
         assert b.grad is not None
         assert torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-5 * max(1.0, float(a.grad.abs().max()))), name

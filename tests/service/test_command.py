@@ -70,9 +70,9 @@ def test_services_that_are_none(tmp_path: Path, capsys: Any) -> None:
     for service, words in cases:
         with service as url:
             assert main(["--base-url", url, "--json", str(tmp_path / "p.json")]) == 5
-            said = sentence(capsys)
-            assert words in said
-            assert url in said
+            error = sentence(capsys)
+            assert words in error
+            assert url in error
     url = unused()
     assert main(["--base-url", url, "--json", str(tmp_path / "p.json")]) == 5
     assert "refused" in sentence(capsys)

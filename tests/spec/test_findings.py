@@ -16,7 +16,7 @@ FULL = json.loads((spec_folder() / "sdpo.json").read_text("utf-8"))
 LOCAL = json.loads((spec_folder() / "sdpo-local.json").read_text("utf-8"))
 
 
-def found(tmp_path: Path, document: Any) -> dict[str, str]:
+def findings_of(tmp_path: Path, document: Any) -> dict[str, str]:
     """The findings of a document by pointer; {} where it is accepted."""
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(document), "utf-8")
@@ -117,7 +117,7 @@ ADAM = "/restoration_preflight/groups/0/arms/{}/optimizer_config"
 @pytest.mark.parametrize(("pointer", "value", "expected"), CONTRADICTIONS)
 def test_a_contradiction_is_found_where_it_is(tmp_path: Path, pointer: str, value: Any, expected: set[str]):
     wanted = {ADAM.format(place[1]) + place[2:] if place.startswith("a") else place for place in expected}
-    assert set(found(tmp_path, edited(FULL, put(pointer, value)))) == wanted
+    assert set(findings_of(tmp_path, edited(FULL, put(pointer, value)))) == wanted
 
 
 SCHEMA_VIOLATIONS: list[tuple[str, Any, str, str]] = [
@@ -144,20 +144,20 @@ SCHEMA_VIOLATIONS: list[tuple[str, Any, str, str]] = [
 
 @pytest.mark.parametrize(("pointer", "value", "place", "words"), SCHEMA_VIOLATIONS)
 def test_what_the_schema_forbids_is_found_where_it_is(tmp_path: Path, pointer: str, value: Any, place: str, words: str):
-    findings = found(tmp_path, edited(FULL, put(pointer, value)))
+    findings = findings_of(tmp_path, edited(FULL, put(pointer, value)))
     assert words in findings[place]
 
 
 @pytest.mark.parametrize("key", sorted(FULL))
 def test_every_key_of_the_experiment_is_needed(tmp_path: Path, key: str):
-    assert found(tmp_path, edited(FULL, lambda document: document.pop(key))) == {f"/{key}": "missing key"}
+    assert findings_of(tmp_path, edited(FULL, lambda document: document.pop(key))) == {f"/{key}": "missing key"}
 
 
 def test_all_findings_come_at_once(tmp_path: Path):
     document = edited(FULL, put("/batch_size", 15))
     put("/arms/1/seed", 3)(document)
     put("/decision_rule/seeds", [9])(document)
-    assert set(found(tmp_path, document)) == {"/batch_size", "/arms/1/seed", "/decision_rule/seeds"}
+    assert set(findings_of(tmp_path, document)) == {"/batch_size", "/arms/1/seed", "/decision_rule/seeds"}
 
 
 def test_warm_start_training_and_evaluation_share_no_task(tmp_path: Path):
@@ -165,8 +165,8 @@ def test_warm_start_training_and_evaluation_share_no_task(tmp_path: Path):
     document = edited(
         LOCAL, put("/protocol/warm_start/tasks/tasks", [trained[0], *LOCAL["protocol"]["evaluation"]["tasks"]])
     )
-    assert set(found(tmp_path, document)) == {"/protocol/warm_start/tasks"}
-    assert set(found(tmp_path, edited(LOCAL, put("/experiment_features/warmup_adaptation", False)))) == {
+    assert set(findings_of(tmp_path, document)) == {"/protocol/warm_start/tasks"}
+    assert set(findings_of(tmp_path, edited(LOCAL, put("/experiment_features/warmup_adaptation", False)))) == {
         "/experiment_features/warmup_adaptation"
     }
 
@@ -175,14 +175,14 @@ def test_two_arms_of_one_kind_are_an_a_a_experiment(tmp_path: Path):
     document = edited(FULL, put("/arms/1", {**FULL["arms"][0], "name": "grpo_again", "kind": "grpo"}))
     put("/restoration_preflight/groups/0/arms/1/name", "grpo_again")(document)
     put("/experiment_features/custom_loss", False)(document)
-    assert found(tmp_path, document) == {}
+    assert findings_of(tmp_path, document) == {}
 
 
 def test_a_third_arm_is_data(tmp_path: Path):
     document = edited(FULL, lambda d: d["arms"].append({**d["arms"][0], "name": "hybrid"}))
     group = document["restoration_preflight"]["groups"][0]["arms"]
     group.append({**group[0], "name": "hybrid"})
-    assert found(tmp_path, document) == {}
+    assert findings_of(tmp_path, document) == {}
     spec = load(tmp_path / "spec.json")
     assert spec.arm("hybrid").hybrid_weight == 0.9
     assert (spec.comparison.treatment, spec.comparison.baseline) == ("sdpo_token", "grpo")

@@ -39,7 +39,7 @@ ODD: list[Any] = [None, True, False, *NUMBERS, *TEXTS, [], {}, [[]], {"": {}}, [
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    return [path, *(found for key, child in children for found in places(child, (*path, key)))]
+    return [path, *(place for key, child in children for place in places(child, (*path, key)))]
 
 
 def at(node: Any, path: tuple[Any, ...]) -> Any:

@@ -18,10 +18,12 @@ AS_ASKED = Path(__file__).with_name("sdpo_as_asked.json")
 def differences(one: object, other: object, place: str = "") -> set[str]:
     if isinstance(one, dict) and isinstance(other, dict):
         keys = one.keys() | other.keys()
-        return {found for key in keys for found in differences(one.get(key), other.get(key), f"{place}/{key}")}
+        return {
+            difference for key in keys for difference in differences(one.get(key), other.get(key), f"{place}/{key}")
+        }
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         pairs = enumerate(zip(one, other, strict=True))
-        return {found for index, (a, b) in pairs for found in differences(a, b, f"{place}/{index}")}
+        return {difference for index, (a, b) in pairs for difference in differences(a, b, f"{place}/{index}")}
     return set() if one == other and type(one) is type(other) else {place}
 
 
@@ -61,8 +63,12 @@ def test_what_the_prose_says_is_written_out_in_the_frozen_spec():
         "max_tokens_per_turn": 512,
         "temperature": 1.0,
     }
-    for said in ("Max 12 agent turns per episode, 512 tokens per turn, temperature 1.0", "clipped to [-5,5]", ">= 0.8"):
-        assert said in prose["method"]
+    for sentence in (
+        "Max 12 agent turns per episode, 512 tokens per turn, temperature 1.0",
+        "clipped to [-5,5]",
+        ">= 0.8",
+    ):
+        assert sentence in prose["method"]
     assert frozen["protocol"]["advantage"]["clip"] == 5.0
     assert frozen["protocol"]["advantage"]["sibling_threshold"] == 0.8
     for served in ("user", "judge"):
@@ -148,11 +154,11 @@ def test_a_revision_is_pinned_when_it_is_a_list_of_pins_and_nothing_else(revisio
 def test_an_experiment_stands_on_the_losses_of_its_arms():
     assert experiment(SPECS / "sdpo.json").losses == ("grpo", "policy_gradient", "sdpo")
     assert load(SPECS / "spod.json").losses == ("averaging", "spod")
-    known = json.loads((SPECS / "losses.json").read_text("utf-8"))["losses"]
+    losses = json.loads((SPECS / "losses.json").read_text("utf-8"))["losses"]
     for kind in get_args(ArmKind):
         arm = Arm("a", "", kind, 1e-4, 0, 0.9, 20)
         assert "policy_gradient" in arm.losses
-        assert set(arm.losses) <= set(known)
+        assert set(arm.losses) <= set(losses)
         assert arm.needs_teacher == ("sdpo" in arm.losses)
 
 

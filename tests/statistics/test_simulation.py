@@ -90,12 +90,12 @@ def test_a_planted_effect_is_found_at_the_power_that_the_design_check_promised(e
     n = design_check(N, margin=0.03).n_required[effect]
     assert n is not None
     rng = np.random.default_rng(2)
-    found = 0
+    detected = 0
     for _ in range(20):
         differences = three_point(rng, effect, 0.6, (EXPERIMENTS // 20, n))
-        found += int((differences.mean(1) - half_width(n, alpha=ALPHA, criteria=2) > 0.03).sum())
+        detected += int((differences.mean(1) - half_width(n, alpha=ALPHA, criteria=2) > 0.03).sum())
     error = 3 * math.sqrt(0.8 * 0.2 / EXPERIMENTS)
-    assert abs(found / EXPERIMENTS - 0.8) <= error
+    assert abs(detected / EXPERIMENTS - 0.8) <= error
 
 
 def laws(rng: np.random.Generator) -> dict[str, tuple[np.ndarray, float]]:

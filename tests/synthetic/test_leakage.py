@@ -97,8 +97,8 @@ def test_the_bit_decides_the_gate(spec: Synthetic) -> None:
     }
     assert not gates[False].any()
     assert gates[True].any()
-    own = world.score(episodes)
-    assert torch.equal(own.loss.gate, gates[True] & own.packed.success[own.packed.episode_index])
+    scored = world.score(episodes)
+    assert torch.equal(scored.loss.gate, gates[True] & scored.packed.success[scored.packed.episode_index])
 
 
 def test_logits_depend_on_nothing_later(spec: Synthetic) -> None:

@@ -16,7 +16,7 @@ from paritygate.synthetic.environment import END
 from tests.counts import soak
 
 
-def as_reference(batch: training.Batch) -> list[dict[str, Any]]:
+def as_reference(batch: training.TrainingBatch) -> list[dict[str, Any]]:
     """The batch as the reference takes it: episodes of actions with float64 logits."""
     rows = iter(range(len(batch.student_logits)))
     episodes: list[dict[str, Any]] = []
@@ -43,11 +43,11 @@ def test_updates_are_those_of_the_reference_with_the_gate_of_the_moment(spec: Sy
         adam = torch.optim.Adam(world.student.parameters(), lr=0.05, betas=(0.9, 0.95), eps=1e-8)
         for update in result.updates:
             batch = world.score(world.roll_out(update.update))
-            told = reference.success_preserving_loss(as_reference(batch))
+            expected = reference.success_preserving_loss(as_reference(batch))
             gradient = reference.success_preserving_grad(as_reference(batch))
-            assert update.loss == pytest.approx(told.loss, rel=1e-5)
-            assert batch.loss.gate.tolist() == [gate for gates in told.gate for gate in gates]
-            assert update.protected == sum(sum(gates) for gates in told.gate)
+            assert update.loss == pytest.approx(expected.loss, rel=1e-5)
+            assert batch.loss.gate.tolist() == [gate for gates in expected.gate for gate in gates]
+            assert update.protected == sum(sum(gates) for gates in expected.gate)
             rows = torch.tensor(np.concatenate([rows for actions in gradient for rows in actions]), dtype=torch.float32)
             parameters = list(world.student.parameters())
             grads = torch.autograd.grad(batch.student_logits, parameters, rows)
@@ -117,7 +117,7 @@ def test_an_action_is_scored_with_its_end_token_by_raw_probabilities(spec: Synth
             place += 1
 
 
-def fixed(spec: Synthetic, *, success: bool, steps: int) -> tuple[training.Batch, training.Batch]:
+def fixed(spec: Synthetic, *, success: bool, steps: int) -> tuple[training.TrainingBatch, training.TrainingBatch]:
     """The first and the last batch of many steps on the same episodes, all with one bit."""
     world = training.World(spec, 42, "cpu")
     episodes = [dataclasses.replace(episode, success=success) for episode in world.roll_out(1)]

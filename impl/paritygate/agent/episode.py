@@ -158,10 +158,10 @@ async def _sample_turn(
 ) -> Ending | None:
     """Sample one turn onto the record; the limit that cut it, None when the model ended it."""
     stops = renderer.get_stop_token_ids()
-    room = limits.max_seq_len - len(record.tokens)
+    space_left = limits.max_seq_len - len(record.tokens)
     [sample] = await sampler.sample(
         record.tokens,
-        max_tokens=min(limits.max_tokens_per_turn, room),
+        max_tokens=min(limits.max_tokens_per_turn, space_left),
         temperature=limits.temperature,
         seed=derive(seed, "agent", record.turns),
         stop=stops,
@@ -171,7 +171,7 @@ async def _sample_turn(
     record.dropped += len(sample.tokens) - len(sample.tokens[:end])
     if end is not None:
         return None
-    return "sequence_limit" if room < limits.max_tokens_per_turn else "token_limit"
+    return "sequence_limit" if space_left < limits.max_tokens_per_turn else "token_limit"
 
 
 async def _act(
@@ -193,11 +193,11 @@ async def _act(
         return [], "user_stop"
     if not turn.calls:
         try:
-            said, record.last_words = await user.reply(turn.text)
+            reply, record.last_words = await user.reply(turn.text)
         except SimulatorFault:
             return [], "user_fault"
-        new.append(user_says(said))
-        if said == STOP:
+        new.append(user_says(reply))
+        if reply == STOP:
             record.messages.extend(new)
             return new, "user_stop"
     record.messages.extend(new)

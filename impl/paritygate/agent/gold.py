@@ -45,10 +45,10 @@ def gold_trajectory(
     spans: list[tuple[int, int]] = []
     turns = _turns(env, task, context, confirm=confirm)
     ended_by: Ending = "transfer" if env.done else "user_stop"
-    for turn, (said, answers) in enumerate(turns):
-        sampled = _sampled_tokens(renderer, context, [*messages, said], tokens)
+    for turn, (message, answers) in enumerate(turns):
+        sampled = _sampled_tokens(renderer, context, [*messages, message], tokens)
         spans.append((len(tokens), len(tokens) + len(sampled)))
-        messages += [said, *answers]
+        messages += [message, *answers]
         mask += [1] * len(sampled)
         completion = list(sampled)
         if turn + 1 == len(turns):
@@ -86,8 +86,8 @@ def gold_size(
     env = RetailEpisode(source, split, index)
     turns = _turns(env, env.task, context, confirm=confirm)
     messages: list[Any] = [{"role": "system", "content": context.system}, user_says(opening(env.task))]
-    for said, answers in turns:
-        messages += [said, *answers]
+    for message, answers in turns:
+        messages += [message, *answers]
     last = len(messages) - 1 - len(turns[-1][1])
     tools: Any = context.rendered_tools
     rendered = renderer.render(messages[: last + 1], tools=tools)
@@ -104,9 +104,9 @@ def _turns(env: Environment, task: Any, context: Context, *, confirm: bool) -> l
         turns.append((assistant(_question(writes)), [user_says("Yes.")]))
     for action in task.actions:
         arguments = dict(action.arguments)
-        said = assistant("", [(action.name, arguments)], turn=len(turns))
+        message = assistant("", [(action.name, arguments)], turn=len(turns))
         observation = context.observed(env.call(action.name, arguments))
-        turns.append((said, [tool(action.name, observation, turn=len(turns))]))
+        turns.append((message, [tool(action.name, observation, turn=len(turns))]))
         if env.done:
             return turns
     closing = " ".join(_DONE[a.name].format(**{"order_id": "", **a.arguments}) for a in writes)

@@ -183,10 +183,10 @@ def resolve(name: str, model: str) -> str:
         return name
     if model.startswith(OUR_MODELS):
         return "chatml"
-    found = MODEL_RENDERER_MAP.get(model) or ("gpt-oss" if model.startswith("openai/gpt-oss") else None)
-    if found not in NAMES:
+    renderer_name = MODEL_RENDERER_MAP.get(model) or ("gpt-oss" if model.startswith("openai/gpt-oss") else None)
+    if renderer_name not in NAMES:
         raise BadInputError(f"No renderer is known for {model!r}; name one of {', '.join(NAMES)} in protocol.renderer.")
-    return found
+    return renderer_name
 
 
 def load(

@@ -61,13 +61,13 @@ def teacher_context(
         heading=FEEDBACK_SUCCESS if success_wording and trajectory.reward == 1.0 else FEEDBACK,
     )
     opening = str(trajectory.messages[0]["content"])
-    room = limit - (len(trajectory.tokens) - trajectory.prompt_length)
+    max_length = limit - (len(trajectory.tokens) - trajectory.prompt_length)
 
     def render(kept: _Block) -> list[int]:
         return first_prompt(renderer, context, opening, before_system=kept.text())
 
     whole = render(block)
-    kept = block if len(whole) <= room else _shortened(block, lambda b: len(render(b)) <= room)
+    kept = block if len(whole) <= max_length else _shortened(block, lambda b: len(render(b)) <= max_length)
     tokens = whole if kept is block else render(kept)
     return TeacherContext(
         tokens=tuple(tokens),
@@ -142,9 +142,9 @@ def _feedback_text(feedback: Mapping[str, str]) -> str:
 
 
 def _check_sibling(trajectory: Trajectory, sibling: Trajectory) -> None:
-    own = (trajectory.split, trajectory.task_index, trajectory.rollout)
+    this = (trajectory.split, trajectory.task_index, trajectory.rollout)
     other = (sibling.split, sibling.task_index, sibling.rollout)
-    if own == other:
-        raise ValueError(f"Rollout {own[2]} of task {own[1]} was given itself as its correct solution.")
-    if own[:2] != other[:2]:
-        raise ValueError(f"A solution of {other[0]} task {other[1]} was given for {own[0]} task {own[1]}.")
+    if this == other:
+        raise ValueError(f"Rollout {this[2]} of task {this[1]} was given itself as its correct solution.")
+    if this[:2] != other[:2]:
+        raise ValueError(f"A solution of {other[0]} task {other[1]} was given for {this[0]} task {this[1]}.")

@@ -40,10 +40,10 @@ def read_reply(text: str) -> tuple[str, bool]:
 
     Thinking is removed first, so a stop marker inside it means nothing. A marker beside words is not said.
     """
-    said = visible(text)
-    if STOP not in said:
-        return said, False
-    return said.replace(STOP, "").strip() or STOP, True
+    reply = visible(text)
+    if STOP not in reply:
+        return reply, False
+    return reply.replace(STOP, "").strip() or STOP, True
 
 
 class ScriptedUser:
@@ -152,10 +152,10 @@ class ModelUser:
         self._messages.append(user_says(heard or "(The agent said nothing.)"))
         turn = len(self._messages)
         for attempt in range(self._tries):
-            said, stop = read_reply(await self._sample(derive(self._seed, "user", turn, attempt)))
-            if said:
-                self._messages.append(agent_says(said))
-                return said, stop
+            reply, stop = read_reply(await self._sample(derive(self._seed, "user", turn, attempt)))
+            if reply:
+                self._messages.append(agent_says(reply))
+                return reply, stop
             self.retries += 1
         raise SimulatorFault(f"The user simulator gave no reply in {self._tries} tries.")
 

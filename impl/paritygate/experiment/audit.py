@@ -77,8 +77,8 @@ def check_phases(run_dir: Path, exp: Experiment) -> str | None:
         raise Refused(f"{run_dir / 'phases'}: a phase that was not done has phases after it.")
     later = names[names.index(stopped) + 1 :] if stopped else []
     for name in later:
-        if found := sorted((run_dir / "units").glob(f"{name}-*")):
-            raise Refused(f"{found[0]} is there, though a gate stopped the run before, at {stopped}.")
+        if leftovers := sorted((run_dir / "units").glob(f"{name}-*")):
+            raise Refused(f"{leftovers[0]} is there, though a gate stopped the run before, at {stopped}.")
     return stopped
 
 
@@ -108,7 +108,7 @@ def check_items(run_dir: Path, exp: Experiment, stopped: str | None) -> None:
 
 def check_evaluation(run_dir: Path, exp: Experiment) -> list[tuple[Path, Trajectory]]:
     """The evaluated trajectories with their files; Refused unless each item is what its trajectory says."""
-    found: list[tuple[Path, Trajectory]] = []
+    trajectories: list[tuple[Path, Trajectory]] = []
     for path, unit in evaluated(run_dir, exp):
         item, place = unit["item"], run_dir / unit["trajectories"]
         [line] = lines_of(place)
@@ -135,8 +135,8 @@ def check_evaluation(run_dir: Path, exp: Experiment) -> list[tuple[Path, Traject
         by_rules = dimensions if exp.protocol.judge.kind == "rule" else item["rules"]
         if by_rules is not None and trajectory.trains and by_rules != rules:
             raise Refused(f"{path}: the rules give {rules} for the messages in {place}, not {by_rules}.")
-        found.append((place, trajectory))
-    return found
+        trajectories.append((place, trajectory))
+    return trajectories
 
 
 def check_advantages(run_dir: Path, exp: Experiment) -> None:

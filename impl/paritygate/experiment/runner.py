@@ -184,7 +184,7 @@ async def _take(state: State, phase: Phase, position: str) -> None:
             stopped = stop
         finally:
             await state.end_phase()
-            state.account.settle()
+            state.account.record()
     if stopped is not None:
         await _close_stopped(state)
         raise stopped

@@ -130,24 +130,24 @@ class Session:
 
     def reasons(self, exitstatus: int, wanted: dict[str, Any]) -> list[str]:
         """Everything that keeps this session from being green."""
-        found = list(dict.fromkeys(self.troubles))
+        reasons = list(dict.fromkeys(self.troubles))
         if hasattr(self.config, "workerinput") or self.config.getoption("dist", default="no") != "no":
-            found.append("it was spread over workers, whose comparisons are not merged: run it without -n")
+            reasons.append("it was spread over workers, whose comparisons are not merged: run it without -n")
         if repeated := [node for node, count in self.runs.items() if count > 1]:
-            found.append(
+            reasons.append(
                 f"{repeated[0]} was run {self.runs[repeated[0]]} times: a rerun is no proof; run without reruns"
             )
         if self.config.getoption("reruns", default=None) or self.config.getoption("force_flaky", default=False):
-            found.append("failing tests would have been run again: run without reruns")
+            reasons.append("failing tests would have been run again: run without reruns")
         if sys.flags.optimize:
-            found.append("python -O removes the assertions: run without -O")
+            reasons.append("python -O removes the assertions: run without -O")
         if self.before:
-            found.extend(self.changes())
-        found.extend(self.book.failures)
-        found.extend(shortfalls(wanted, self.book.results()))
-        if exitstatus != pytest.ExitCode.OK and not found:
-            found.append(f"pytest ended with exit code {int(exitstatus)}")
-        return found
+            reasons.extend(self.changes())
+        reasons.extend(self.book.failures)
+        reasons.extend(shortfalls(wanted, self.book.results()))
+        if exitstatus != pytest.ExitCode.OK and not reasons:
+            reasons.append(f"pytest ended with exit code {int(exitstatus)}")
+        return reasons
 
     def changes(self) -> list[str]:
         """What shows that the code that ran is not the code of the subjects."""

@@ -33,8 +33,8 @@ def installed(root: Path) -> dict[str, str]:
 
 def version_of(name: str) -> str:
     """The version of an installed distribution, or `absent`: a folder without metadata, which pip leaves, is none."""
-    for found in importlib.metadata.distributions(name=name):
-        metadata: Any = found.metadata  # of a folder without a file it is None, or empty, by the version of Python
+    for distribution in importlib.metadata.distributions(name=name):
+        metadata: Any = distribution.metadata  # None or empty where its file is missing, by the version of Python
         version = metadata["Version"] if metadata is not None and "Version" in metadata else None
         if version:
             return str(version)

@@ -43,11 +43,11 @@ def refuse_shadowed(root: Path, homes: Mapping[str, Path] | None = None) -> None
     here = {name: places(module) for name, module in sorted(sys.modules.items()) if "." not in name}
     declared = dependencies(root)
     here |= {name: look_up(name) for name in declared if name not in here}
-    here = {name: found for name, found in here.items() if name not in judged and not installed_here(found)}
+    here = {name: paths for name, paths in here.items() if name not in judged and not installed_here(paths)}
     alone = ask_alone(here) if here else {}
-    for name, found in sorted(here.items()):
+    for name, paths in sorted(here.items()):
         usual = [place for place in alone[name] if place is not None]
-        other = [place for place in found if not any(same(place, one) for one in usual)]
+        other = [place for place in paths if not any(same(place, one) for one in usual)]
         if not other or (not usual and name not in declared):
             continue
         where = usual[0] if usual else "nowhere"
@@ -57,12 +57,12 @@ def refuse_shadowed(root: Path, homes: Mapping[str, Path] | None = None) -> None
         )
 
 
-def installed_here(found: Iterable[str]) -> bool:
+def installed_here(places: Iterable[str]) -> bool:
     """Whether all these places are this interpreter's own folders: no other process has to be asked about them."""
     folders = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return all(
         place in ("built-in", "frozen") or any(Path(os.path.realpath(place)).is_relative_to(one) for one in folders)
-        for place in found
+        for place in places
     )
 
 

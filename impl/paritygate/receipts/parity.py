@@ -173,16 +173,16 @@ def how_far(reason: tuple[float, str]) -> float:
 def by_likeness(root: Path, files: Mapping[str, str]) -> list[Path]:
     """The receipts worth reading: all that name every digest in `files`, then the few that name most of them."""
     digests = [value.encode() for value in files.values()]
-    found: list[tuple[int, Path]] = []
+    ranked: list[tuple[int, Path]] = []
     for path in sorted((root / project_at(root).receipts).glob("parity-*.json")):
         try:
             data = read_plain(path)
         except OSError:
             data = b""  # whoever asks for this one is told what is wrong with it; it hides no other
-        found.append((sum(value not in data for value in digests), path))
-    found.sort()
-    whole = [path for missing, path in found if missing == 0]
-    return whole + [path for missing, path in found if missing > 0][:4]
+        ranked.append((sum(value not in data for value in digests), path))
+    ranked.sort()
+    whole = [path for missing, path in ranked if missing == 0]
+    return whole + [path for missing, path in ranked if missing > 0][:4]
 
 
 def refuse_other_tree(run_dir: Path, files: Mapping[str, str]) -> None:
@@ -209,8 +209,8 @@ def misfit(
     here = environment(device)
     for place, key in enumerate(DECIDING):
         if here[key] != shown.get(key):
-            told = shown.get(key, "nothing said of it")
-            return 3 + place / 100, f"{key} is {here[key]} here, {receipt.path.name} was shown with {told}: {HOW}."
+            stated = shown.get(key, "nothing said of it")
+            return 3 + place / 100, f"{key} is {here[key]} here, {receipt.path.name} was shown with {stated}: {HOW}."
     if change := version_change(receipt, root):
         return 4, f"{change}, in {receipt.path.name}: {HOW}."
     if missing := shortfalls(wanted, receipt.part("obligations")):

@@ -76,9 +76,9 @@ class PhaseChain:
             path = inside(self.run_dir, name)
             if path is None:
                 raise Refused(f"{self.run_dir / name} is missing: a phase receipt vouches for it.")
-            found = prefix_digests(path, sorted(cuts))
+            digests = prefix_digests(path, sorted(cuts))
             for size, (sha256, phase) in sorted(cuts.items()):
-                if found.get(size) != sha256:
+                if digests.get(size) != sha256:
                     raise Refused(f"{path} was changed since the phase {phase} ended: its first {size} bytes differ.")
 
     def _path(self, entry: dict[str, Any]) -> Path:
@@ -121,7 +121,7 @@ def inside(run_dir: Path, name: str) -> Path | None:
 
 def prefix_digests(path: Path, sizes: list[int]) -> dict[int, str]:
     """sha256 of the first n bytes of `path`, for each n in `sizes` (ascending) that the file is long enough for."""
-    found: dict[int, str] = {}
+    digests: dict[int, str] = {}
     running = hashlib.sha256()
     position = 0
     with path.open("rb") as file:
@@ -130,5 +130,5 @@ def prefix_digests(path: Path, sizes: list[int]) -> dict[int, str]:
                 running.update(block)
                 position += len(block)
             if position == size:
-                found[size] = running.hexdigest()
-    return found
+                digests[size] = running.hexdigest()
+    return digests

@@ -123,7 +123,7 @@ def remove_empty_folders(run_dir: Path) -> None:
 
 def files_of(run_dir: Path) -> dict[str, str]:
     """Name -> sha256 of every file in `run_dir` but the receipt and the lock; raises Refused for a symbolic link."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for folder, folders, names in os.walk(run_dir):
         for name in [*folders, *names]:
             path = Path(folder) / name
@@ -135,8 +135,8 @@ def files_of(run_dir: Path) -> dict[str, str]:
             if relative == LOCK and path.stat().st_size:
                 raise Refused(f"{path} holds something: the lock of a run is an empty file.")
             if relative not in (RECEIPT, SIGNATURE, LOCK):
-                found[relative] = digest_of(path)
-    return dict(sorted(found.items()))
+                digests[relative] = digest_of(path)
+    return dict(sorted(digests.items()))
 
 
 def digest_of(path: Path) -> str:

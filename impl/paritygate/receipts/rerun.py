@@ -92,11 +92,11 @@ def compare_receipts(claimed: ParityReceipt, fresh: ParityReceipt) -> None:
         raise Refused(f"{forged}: {change}.")
     for part in ("environment", "installed", "hypothesis"):
         for key, value in fresh.part(part).items():
-            told = claimed.part(part).get(key)
-            if told != value and key != "threads":
-                raise Refused(f"{forged}: {key} is {told} in it and {value} when run again.")
-    told, found = claimed.part("obligations"), fresh.part("obligations")
-    for name in sorted(told.keys() | found.keys()):
-        counts = [part[name]["comparisons"] if name in part else 0 for part in (told, found)]
+            stated = claimed.part(part).get(key)
+            if stated != value and key != "threads":
+                raise Refused(f"{forged}: {key} is {stated} in it and {value} when run again.")
+    stated, shown = claimed.part("obligations"), fresh.part("obligations")
+    for name in sorted(stated.keys() | shown.keys()):
+        counts = [part[name]["comparisons"] if name in part else 0 for part in (stated, shown)]
         if counts[0] != counts[1]:
             raise Refused(f"{forged}: {name} has {counts[0]} comparisons in it and {counts[1]} when run again.")

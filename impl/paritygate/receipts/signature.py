@@ -40,8 +40,8 @@ def signer(root: Path, path: Path, namespace: str, how: str) -> str:
     if not signature.is_file() or signature.is_symlink():
         raise Refused(f"{path.name} has no signature beside it ({signature.name}): {how}.")
     common = ["-n", namespace, "-s", str(signature), "-f", str(allowed)]
-    found = ssh_keygen(["-Y", "find-principals", "-s", str(signature), "-f", str(allowed)], b"")
-    principals = found.stdout.decode(errors="replace").splitlines() if found.returncode == 0 else []
+    process = ssh_keygen(["-Y", "find-principals", "-s", str(signature), "-f", str(allowed)], b"")
+    principals = process.stdout.decode(errors="replace").splitlines() if process.returncode == 0 else []
     if not principals:
         raise Refused(f"{signature.name} is not by a key in spec/allowed_signers: {how}.")
     for principal in principals:

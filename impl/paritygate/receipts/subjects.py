@@ -23,20 +23,20 @@ def subjects(root: Path) -> dict[str, str]:
     missing.
     """
     project = project_at(root)
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for name in project.files:
         if not (root / name).exists() and not (root / name).is_symlink():
             raise Refused(f"{root / name} is missing: parity is shown for it.")
-        found[name] = digest_of(root, name)
+        digests[name] = digest_of(root, name)
     for folder in project.folders:
         for name in walk(root, folder):
-            found[name] = digest_of(root, name)
+            digests[name] = digest_of(root, name)
     for entry in sorted(os.listdir(root)):
         if entry in STEERING or entry.endswith((".py", ".pth")):
-            found[entry] = digest_of(root, entry)
+            digests[entry] = digest_of(root, entry)
     if "paritygate" not in project.homes:
-        found |= {f"installed/{name}": digest_of(PACKAGE.parent, name) for name in walk(PACKAGE.parent, PACKAGE.name)}
-    return dict(sorted(found.items()))
+        digests |= {f"installed/{name}": digest_of(PACKAGE.parent, name) for name in walk(PACKAGE.parent, PACKAGE.name)}
+    return dict(sorted(digests.items()))
 
 
 def digest_of(root: Path, name: str) -> str:

@@ -80,9 +80,9 @@ def paired_items(run: RunFiles) -> list[Record]:
     for task in tasks:
         row: Record = {"task": task}
         for role, arm in (("treatment", treatment), ("baseline", baseline)):
-            own = [item for item in run.items if item["arm"] == arm and item["task_index"] == task]
-            row[role] = {key: _mean([item.get(key) for item in own]) for key in ("composite", "reward")}
-            row[role]["ended_by"] = ", ".join(sorted({str(item.get("ended_by")) for item in own}))
+            items = [item for item in run.items if item["arm"] == arm and item["task_index"] == task]
+            row[role] = {key: _mean([item.get(key) for item in items]) for key in ("composite", "reward")}
+            row[role]["ended_by"] = ", ".join(sorted({str(item.get("ended_by")) for item in items}))
         for key in ("composite", "reward"):
             pair = row["treatment"][key], row["baseline"][key]
             row[f"{key}_difference"] = None if None in pair else pair[0] - pair[1]
@@ -122,14 +122,13 @@ def dimension_answer(run: RunFiles) -> str | None:
         return None
     clear = [row for row in rows if row["betting_low"] > 0 or row["betting_high"] < 0]
     parts = [f"{row['dimension'].replace('_', ' ')} {row['mean']:+.3f}" for row in rows]
-    said = (
+    answer = (
         "no dimension's interval excludes 0"
         if not clear
         else "the interval excludes 0 for " + ", ".join(row["dimension"].replace("_", " ") for row in clear)
     )
-    return (
-        f"By dimension, the difference is {'; '.join(parts)}: {said}. Descriptive, not adjusted for looking at several."
-    )
+    listed = "; ".join(parts)
+    return f"By dimension, the difference is {listed}: {answer}. Descriptive, not adjusted for looking at several."
 
 
 def honest_notes(run: RunFiles) -> list[str]:
@@ -232,8 +231,8 @@ def _teacher_notes(run: RunFiles) -> list[str]:
 
 
 def _mean(values: Sequence[Any]) -> float | None:
-    known = [float(value) for value in values if value is not None]
-    return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+    present = [float(value) for value in values if value is not None]
+    return math.fsum(present) / len(present) if present and len(present) == len(values) else None
 
 
 def _share(flags: Sequence[Any]) -> str:

@@ -119,8 +119,8 @@ def _finite(value: object) -> float:
 def _token(text: str, sampled: bool, advantage: float, largest: float, logprobs: Record) -> Token:
     if not sampled:
         return Token(text, False, None, "")
-    said = [f"{name} {float(value):.3f} nats" for name, value in logprobs.items() if value is not None]
-    hint = "; ".join([f"advantage {advantage:+.3f}", *said])
+    described = [f"{name} {float(value):.3f} nats" for name, value in logprobs.items() if value is not None]
+    hint = "; ".join([f"advantage {advantage:+.3f}", *described])
     if not largest or not advantage:
         return Token(text, True, None, hint)
     strength = abs(advantage) / largest

@@ -48,10 +48,10 @@ def _tokens(expression: str) -> list[str]:
         if expression[position] == " ":
             position += 1
             continue
-        found = _TOKEN.match(expression, position)
-        if found is None:
+        match = _TOKEN.match(expression, position)
+        if match is None:
             raise _syntax("invalid syntax")
-        token = found[0]
+        token = match[0]
         if token[0] == "0" and "." not in token and token.strip("0"):
             raise _syntax(
                 "leading zeros in decimal integer literals are not permitted; use an 0o prefix for octal integers"
@@ -62,7 +62,7 @@ def _tokens(expression: str) -> list[str]:
         if depth >= MAX_DEPTH:
             raise _syntax("too many nested parentheses")
         tokens.append(token)
-        position = found.end()
+        position = match.end()
     if not tokens:
         raise ArithmeticSyntaxError("invalid syntax (<string>, line 0)")
     return tokens

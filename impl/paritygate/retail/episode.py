@@ -102,16 +102,16 @@ class RetailEpisode(Episode):
 
 def graded(task: Task, messages: Sequence[str], *, database_ok: bool) -> Grade:
     """The grade of a task from its two criteria."""
-    said = [message.lower().replace(",", "") for message in messages]
-    outputs = {output: any(output.lower() in text for text in said) for output in task.outputs}
-    alone = {output for output in task.outputs if any(_stands_alone(output.lower(), text) for text in said)}
+    texts = [message.lower().replace(",", "") for message in messages]
+    outputs = {output: any(output.lower() in text for text in texts) for output in task.outputs}
+    alone = {output for output in task.outputs if any(_stands_alone(output.lower(), text) for text in texts)}
     outputs_ok = all(outputs.values())
     return Grade(
         reward=1.0 if database_ok and outputs_ok else 0.0,
         database_ok=database_ok,
         outputs_ok=outputs_ok,
         outputs=outputs,
-        substring_only=tuple(output for output, found in outputs.items() if found and output not in alone),
+        substring_only=tuple(output for output, present in outputs.items() if present and output not in alone),
     )
 
 

@@ -77,12 +77,3 @@ def overlap(source: Source, split: str = "test", other: str = "train") -> Overla
         orders=len(own_orders),
         orders_shared=len(own_orders & orders_written(source, other)),
     )
-
-
-def substring_prone(source: Source, split: str) -> dict[int, list[str]]:
-    """Expected outputs that are bare numbers: any longer number that holds one satisfies it."""
-    found = {
-        index: [output for output in task.outputs if output.replace(".", "", 1).isdigit()]
-        for index, task in enumerate(source.tasks(split))
-    }
-    return {index: outputs for index, outputs in found.items() if outputs}

@@ -114,8 +114,8 @@ def _git(folder: Path, *arguments: str) -> None:
     except subprocess.TimeoutExpired as error:
         raise DataError(f"git {arguments[0]} took over {CLONE_TIMEOUT_SECONDS} s: {advice}") from error
     except subprocess.CalledProcessError as error:
-        said = str(error.stderr).strip().splitlines() or ["no message"]
-        raise DataError(f"git {arguments[0]} failed ({said[-1]}): {advice}") from error
+        stderr_lines = str(error.stderr).strip().splitlines() or ["no message"]
+        raise DataError(f"git {arguments[0]} failed ({stderr_lines[-1]}): {advice}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -149,10 +149,10 @@ def load(path: str | os.PathLike[str] | None = None) -> Source:
 def checked(parts: layout.Parts, *, folder: Path, place: str) -> Source:
     """A Source over `parts` after each one's digest and the initial database hash were found as pinned."""
     for name, digest in TAU_BENCH_PARTS_SHA256.items():
-        found = ordered_digest(parts[name])
-        if found != digest:
+        actual = ordered_digest(parts[name])
+        if actual != digest:
             raise DataError(
-                f"{folder}: {name} is not tau-bench's at {TAU_BENCH.revision[:8]} (sha256 {found[:12]}… where "
+                f"{folder}: {name} is not tau-bench's at {TAU_BENCH.revision[:8]} (sha256 {actual[:12]}… where "
                 f"{digest[:12]}… is pinned); `make data` fetches it again"
             )
     source = Source(parts, folder=folder, place=place)

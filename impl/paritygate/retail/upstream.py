@@ -32,10 +32,10 @@ def package() -> ModuleType:
     Its import of `litellm` is answered by an empty stand-in, which is taken away again. Raises DataError where the
     package is not installed or holds other data.
     """
-    found = importlib.util.find_spec("tau_bench")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("tau_bench")
+    if spec is None or not spec.submodule_search_locations:
         raise DataError(f"--environment upstream needs the package tau_bench: {INSTALL}")
-    folder = Path(found.submodule_search_locations[0]) / "envs" / "retail"
+    folder = Path(spec.submodule_search_locations[0]) / "envs" / "retail"
     checked(layout.read(folder), folder=folder, place="installed package tau_bench")
     present = "litellm" in sys.modules
     sys.modules.setdefault("litellm", _NoClient("litellm"))

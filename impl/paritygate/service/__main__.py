@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"{args.json} is of an unfinished run: what it has is kept where it is of this one.", file=sys.stderr)
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # its retries and deprecations are not this report's subject
 
-    def keep(report: reports.Report) -> None:
+    def save(report: reports.Report) -> None:
         reports.write_json(args.json, report)
         reports.write(args.json.with_suffix(".html"), reports.page(report, obligations))
         if not args.quiet and not report.complete:
@@ -96,7 +96,7 @@ def _run(args: argparse.Namespace) -> int:
         settings=Settings(**settings),
         limit=args.limit,
         earlier=earlier,
-        keep=keep,
+        save=save,
     )
     _finish(args.json, report)
     return 3 if any(result.outcome == "departs" for result in report.results) else 0

@@ -24,14 +24,14 @@ def prove_at(
     settings: Settings | None = None,
     limit: float = 120.0,
     earlier: Report | None = None,
-    keep: Callable[[Report], None] = lambda report: None,
+    save: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Hold the service at `url` to `obligations`.
 
     model: None where the service reports one only. earlier: an unfinished report, whose results stand where it was of
     the same service, model, SDK, spec and settings. keep: called with the report so far after every obligation.
     Raises BadInputError (arguments) and BackendError (the service is gone, fails at what every check starts with, or
-    stopped answering); what `keep` was given last is what is known then.
+    stopped answering); what `save` was given last is what is known then.
     """
     settings, url = settings or Settings(), checked_url(url)
     connection = Connection(url, api_key, model or "", limit=limit)
@@ -58,13 +58,13 @@ def prove_at(
         report.results.append(result)
         report.calls, report.tokens = before[0] + connection.calls, before[1] + connection.tokens
         report.seconds = before[2] + time.monotonic() - started
-        keep(report)
+        save(report)
 
     prepare(lab)
     report.noise = asdict(lab.noise)
     prove(lab, obligations, done, add)
     report.complete = True
-    keep(report)
+    save(report)
     lab.close()
     return report
 

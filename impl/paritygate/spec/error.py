@@ -19,7 +19,7 @@ class Finding:
 
     def __str__(self) -> str:
         text = f"{self.pointer or '(whole file)'}: {self.message}"
-        return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)  # a key may hold a terminal's commands
+        return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)  # a key may hold a terminal's commands
 
 
 class SpecError(BadInputError):

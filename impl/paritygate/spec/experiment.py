@@ -33,8 +33,8 @@ class Arm:
     @property
     def losses(self) -> tuple[str, ...]:
         """Names in spec/losses.json that this arm stands on."""
-        own = {"grpo": ("grpo",), "hybrid": ("grpo", "sdpo")}.get(self.kind, ("sdpo",))
-        return (*own[:1], "policy_gradient", *own[1:])
+        names = {"grpo": ("grpo",), "hybrid": ("grpo", "sdpo")}.get(self.kind, ("sdpo",))
+        return (*names[:1], "policy_gradient", *names[1:])
 
 
 @dataclass(frozen=True, slots=True)

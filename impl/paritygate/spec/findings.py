@@ -169,8 +169,8 @@ def _gates(exp: Experiment) -> Iterator[Finding]:
             elif check.min is not None and check.max is not None and check.min > check.max:
                 yield Finding(place, f"min {check.min} is above max {check.max}")
         else:
-            known = ", ".join(sorted(NUMERIC_METRICS | NAME_METRICS))
-            yield Finding(f"{place}/metric", f"no metric is called {check.metric!r}; known: {known}")
+            metrics = ", ".join(sorted(NUMERIC_METRICS | NAME_METRICS))
+            yield Finding(f"{place}/metric", f"no metric is called {check.metric!r}; known: {metrics}")
     if not exp.activation_gate.applicable:
         yield Finding("/activation_gate/applicable", "a trained comparison always has its activation gates")
 

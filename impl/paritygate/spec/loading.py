@@ -21,9 +21,9 @@ def load(path: str | Path) -> Experiment | Synthetic:
     path = Path(path)
     document = read_json(path)
     name = "synthetic" if "recipe" in document else "experiment"
-    found = violations(name, document)
-    if found:
-        raise SpecError(path, found)
+    findings = violations(name, document)
+    if findings:
+        raise SpecError(path, findings)
     document = with_defaults(name, document)
     return _synthetic(path, document) if name == "synthetic" else _experiment(path, document)
 
@@ -37,16 +37,16 @@ def _synthetic(path: Path, document: dict[str, Any]) -> Synthetic:
 
 
 def _experiment(path: Path, document: dict[str, Any]) -> Experiment:
-    found = list(arm_findings(document))
-    if found:
-        raise SpecError(path, found)
+    findings = list(arm_findings(document))
+    if findings:
+        raise SpecError(path, findings)
     for arm in document["arms"]:
         arm.setdefault("kind", arm["name"] if arm["name"] in get_args(ArmKind) else None)
     comparison = document["protocol"]["comparison"]
     comparison["baseline"] = comparison["baseline"] or document["arms"][0]["name"]
     comparison["treatment"] = comparison["treatment"] or document["arms"][1]["name"]
     exp = build(Experiment, document, path=path, frozen=document, unresolved=())
-    found = cross_findings(exp)
-    if found:
-        raise SpecError(path, found)
+    findings = cross_findings(exp)
+    if findings:
+        raise SpecError(path, findings)
     return dataclasses.replace(exp, unresolved=unresolved(exp))

@@ -78,13 +78,13 @@ def required(spec: Mapping[str, Any], device: str, losses: Iterable[str] | None 
 
     Maps the name to {"min_comparisons", "rows": [(dtype, regime), ...]}. Raises Refused for a loss not in the spec.
     """
-    known: Mapping[str, Any] = spec["losses"]
-    names = list(known) if losses is None else list(dict.fromkeys(losses))
-    if unknown := [name for name in names if name not in known]:
-        raise Refused(f"spec/losses.json knows no loss {unknown[0]!r}: it has {', '.join(sorted(known))}.")
+    entries: Mapping[str, Any] = spec["losses"]
+    names = list(entries) if losses is None else list(dict.fromkeys(losses))
+    if unknown := [name for name in names if name not in entries]:
+        raise Refused(f"spec/losses.json knows no loss {unknown[0]!r}: it has {', '.join(sorted(entries))}.")
     result: dict[str, dict[str, Any]] = {}
     for loss in names:
-        for name, obligation in known[loss]["obligations"].items():
+        for name, obligation in entries[loss]["obligations"].items():
             rows = [row for row in obligation["tolerances"] if row["device"] in (device_class(device), "any")]
             if rows:
                 cells = sorted({(str(row["dtype"]), str(row["regime"])) for row in rows})

@@ -60,11 +60,11 @@ def is_pinned(revision: str) -> bool:
 
 def unknown_pins(revision: str) -> list[str]:
     """The tokens of a pinned revision that this version has no recorded numbers for."""
-    known = {pin.token for pin in PINS.values()} | {TREE_REFERENCE}
-    return [token for token in _PIN.findall(revision) if token not in known]
+    valid = {pin.token for pin in PINS.values()} | {TREE_REFERENCE}
+    return [token for token in _PIN.findall(revision) if token not in valid]
 
 
 def tau_bench_commit(dataset_name: str) -> str | None:
     """The tau-bench commit that a dataset's name is pinned to, or None where it names no commit."""
-    found = _COMMIT_IN_PROSE.search(dataset_name)
-    return found.group(1) if found else None
+    match = _COMMIT_IN_PROSE.search(dataset_name)
+    return match.group(1) if match else None

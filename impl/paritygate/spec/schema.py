@@ -50,8 +50,8 @@ def _validator(name: str) -> Any:
 
 def violations(name: str, document: object) -> list[Finding]:
     """Every way in which a document violates a schema, by JSON pointer; empty when it is valid."""
-    found = [one for error in _validator(name).iter_errors(document) for one in _explain(error)]
-    return sorted(set(found), key=lambda finding: (finding.pointer, finding.message))
+    findings = [one for error in _validator(name).iter_errors(document) for one in _explain(error)]
+    return sorted(set(findings), key=lambda finding: (finding.pointer, finding.message))
 
 
 def check_schema(document: object, name: str, path: Path) -> None:
@@ -74,9 +74,9 @@ def _explain(error: Any) -> Iterator[Finding]:
             if not (inner.validator == "type" and inner.validator_value == "null"):
                 yield from _explain(inner)
     elif kind == "additionalProperties":
-        known: list[str] = sorted(cast("dict[str, Any]", error.schema).get("properties", {}))
-        for key in sorted(set(cast("dict[str, Any]", value)) - set(known)):
-            close = difflib.get_close_matches(key, known, 1)
+        allowed: list[str] = sorted(cast("dict[str, Any]", error.schema).get("properties", {}))
+        for key in sorted(set(cast("dict[str, Any]", value)) - set(allowed)):
+            close = difflib.get_close_matches(key, allowed, 1)
             yield Finding(pointer([*path, key]), "unknown key" + (f"; did you mean {close[0]!r}?" if close else ""))
     elif kind == "required":
         for key in (key for key in rule if key not in value):

@@ -138,20 +138,20 @@ def _gather(rows: Sequence[Mapping[str, Any]], arm: str, rollouts_per_task: int)
         result: dict[int, float | None] = {}
         for task, group in by_task.items():
             values = [_score(row, of or key, (row.get(key) or {}).get(of) if of else row.get(key)) for row in group]
-            known = [value for value in values if value is not None]
-            complete = len(known) == len(values) == rollouts_per_task
-            result[task] = math.fsum(known) / len(known) if complete else None
+            present = [value for value in values if value is not None]
+            complete = len(present) == len(values) == rollouts_per_task
+            result[task] = math.fsum(present) / len(present) if complete else None
         return result
 
     return _Scores(means("composite"), means("reward"), {name: means("dimensions", name) for name in DIMENSIONS})
 
 
 def _missing(scores: Mapping[str, _Scores], tasks: Sequence[int], criteria: Sequence[Criterion]) -> Iterable[str]:
-    for arm, its in scores.items():
+    for arm, arm_scores in scores.items():
         for task in tasks:
             for criterion in criteria:
                 key = ITEM_KEYS[criterion.metric]
-                if getattr(its, key).get(task) is None:
+                if getattr(arm_scores, key).get(task) is None:
                     yield f"{key} of task {task} in arm {arm}"
 
 

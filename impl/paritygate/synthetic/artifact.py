@@ -11,7 +11,7 @@ import torch
 from paritygate.receipts import ParityReceipt, sha256_file
 from paritygate.receipts.parity import git_state
 from paritygate.spec.synthetic import Synthetic
-from paritygate.synthetic.training import Batch, SeedResult
+from paritygate.synthetic.training import SeedResult, TrainingBatch
 
 NOTE = (
     "Losses (nats), counts of protected actions and gradient norms of a random student under a random teacher on a "
@@ -72,7 +72,7 @@ def audit(result: SeedResult, count: int) -> list[dict[str, Any]]:
     return [_row(result.seed, batch, place) for place in sorted(turns[:count])]
 
 
-def _row(seed: int, batch: Batch, place: int) -> dict[str, Any]:
+def _row(seed: int, batch: TrainingBatch, place: int) -> dict[str, Any]:
     loss, packed = batch.loss, batch.packed
     owner = int(packed.episode_index[place])
     state = place - int((packed.episode_index < owner).sum())

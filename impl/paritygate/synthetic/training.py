@@ -30,7 +30,7 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """What one update was made from: logits (N, V) of student and teacher at the action tokens, and the loss."""
 
     episodes: tuple[Episode, ...]
@@ -70,7 +70,7 @@ class SeedResult:
 
     seed: int
     updates: tuple[Update, ...]
-    batches: tuple[Batch, ...]
+    batches: tuple[TrainingBatch, ...]
 
 
 def stream(spec: Synthetic, role: str, *numbers: int) -> int:
@@ -112,7 +112,7 @@ class World:
             for episode in range(self.spec.episodes_per_update)
         )
 
-    def score(self, episodes: Sequence[Episode]) -> Batch:
+    def score(self, episodes: Sequence[Episode]) -> TrainingBatch:
         """Logits, gates and loss of both models' present scores; the teacher and the history carry no gradient."""
         packed = pack(episodes, self.device)
         student_logits = torch.cat([action_logits(self.student, episode) for episode in episodes])
@@ -128,7 +128,7 @@ class World:
             tau0=self.spec.loss.tau0,
             floor_weight=self.spec.loss.floor_weight,
         )
-        return Batch(tuple(episodes), student_logits, teacher_logits, packed, loss)
+        return TrainingBatch(tuple(episodes), student_logits, teacher_logits, packed, loss)
 
 
 def play(actor: CausalGru, environment: Environment, length: int, seed: int) -> Episode:
@@ -171,7 +171,7 @@ def train_seed(spec: Synthetic, seed: int, device: str, say: Callable[[str], Non
         world.student.parameters(), lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps
     )
     updates: list[Update] = []
-    batches: list[Batch] = []
+    batches: list[TrainingBatch] = []
     for number in range(1, spec.updates + 1):
         batch = world.score(world.roll_out(number))
         optimizer.zero_grad(set_to_none=True)
@@ -193,7 +193,7 @@ def gradient_norm(model: torch.nn.Module) -> float:
     return float(torch.stack(squares).sum().sqrt())
 
 
-def refuse_infinite(seed: int, number: int, batch: Batch, norm: float) -> None:
+def refuse_infinite(seed: int, number: int, batch: TrainingBatch, norm: float) -> None:
     """GateStopped naming the first action whose contribution is not finite, or the gradient."""
     contributions = batch.loss.kl + batch.loss.floor
     if not bool(torch.isfinite(contributions).all()):
@@ -207,7 +207,7 @@ def refuse_infinite(seed: int, number: int, batch: Batch, norm: float) -> None:
         raise GateStopped(f"seed {seed}, update {number}: the gradient norm is {norm}; stopped before the step.")
 
 
-def summary(number: int, batch: Batch, norm: float, after: SpodLoss, log_tau0: float) -> Update:
+def summary(number: int, batch: TrainingBatch, norm: float, after: SpodLoss, log_tau0: float) -> Update:
     """The reported numbers of one update."""
     gate = batch.loss.gate
     return Update(

@@ -38,9 +38,9 @@ SERVICES = {
 
 def python312() -> str:
     """A Python 3.12; SystemExit with one sentence where there is none."""
-    for found in (os.environ.get("PYTHON312"), shutil.which("python3.12")):
-        if found and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
-            return found
+    for interpreter in (os.environ.get("PYTHON312"), shutil.which("python3.12")):
+        if interpreter and subprocess.run([interpreter, "--version"], capture_output=True, check=False).returncode == 0:
+            return interpreter
     raise SystemExit("These services need Python 3.12: name one in PYTHON312.")
 
 

@@ -13,10 +13,10 @@ def loss(
     high: float = 4e-4,
 ) -> Tensor:
     """Minus the mean over sequences with a token of min(s A, clip(s) A), in nats; gradients reach `logprobs` alone."""
-    read = mask == 1
-    difference = torch.where(read, logprobs.double() - old_logprobs.detach().double(), 0.0)
-    ratio = (difference.sum(-1) / read.sum(-1).clamp(min=1)).exp()
+    row_mask = mask == 1
+    difference = torch.where(row_mask, logprobs.double() - old_logprobs.detach().double(), 0.0)
+    ratio = (difference.sum(-1) / row_mask.sum(-1).clamp(min=1)).exp()
     weight = advantages.detach().double()
     gain = torch.minimum(ratio * weight, ratio.clamp(1 - low, 1 + high) * weight)
-    some = read.any(-1)
+    some = row_mask.any(-1)
     return -torch.where(some, gain, 0.0).sum() / some.sum().clamp(min=1)

@@ -118,10 +118,10 @@ def _is_unicode(text: str) -> bool:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return members
 
 
 def _refuse(constant: str) -> None:

@@ -81,18 +81,18 @@ class ModelJudge:
             raise
         except BackendError as error:
             return None, Answer("", "error", 0, str(error))
-        read = read_completion(self._renderer, sample.tokens, prompt)
-        judgement = parse_judgement(read.text)
-        if judgement is None and not read.calls:
-            judgement = parse_judgement(visible(read.content))
+        completion = read_completion(self._renderer, sample.tokens, prompt)
+        judgement = parse_judgement(completion.text)
+        if judgement is None and not completion.calls:
+            judgement = parse_judgement(visible(completion.content))
         # An answer that the limit cut, or that never left its thinking, is not an answer, whatever it looks like.
         if sample.stop_reason != "stop":
-            error = f"cut at {len(sample.tokens)} tokens" + (", still thinking" if read.thinking else "")
-        elif read.thinking:
+            error = f"cut at {len(sample.tokens)} tokens" + (", still thinking" if completion.thinking else "")
+        elif completion.thinking:
             error = "it never left its thoughts"
         else:
-            error = "" if judgement is not None else "it is no judgement" if read.text.strip() else "it is empty"
-        return None if error else judgement, Answer(read.raw, sample.stop_reason, len(sample.tokens), error)
+            error = "" if judgement is not None else "it is no judgement" if completion.text.strip() else "it is empty"
+        return None if error else judgement, Answer(completion.raw, sample.stop_reason, len(sample.tokens), error)
 
 
 def question(trajectory: Trajectory, *, policy: str = "") -> str:

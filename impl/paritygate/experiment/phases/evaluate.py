@@ -102,7 +102,7 @@ async def evaluate_item(
     committed = state.journal.committed(unit)
     if committed is not None:
         return committed["item"]
-    state.account.settle()
+    state.account.record()
     state.account.check()
     missed = f"{PHASE}-missed-{arm.name}/task-{task:04d}-{rollout}-try-"
     before = len(state.journal.units(missed))

@@ -62,7 +62,7 @@ def project(state: State, arm: Arm, parts: dict[str, float], *, embedded: bool, 
     rounds = -(-len(exp.arms) // arms_at_once)
     episodes = exp.eval.n_examples * exp.eval.rollouts_per_task
     waves = episodes / exp.batch_size if embedded else -(-episodes // EVALUATED_AT_ONCE)
-    state.account.settle()
+    state.account.record()
     spent = state.account.seconds()
     phases = {
         "spent": spent,

@@ -32,9 +32,9 @@ def stands_on(exp: Experiment) -> Obligations:
     if any(arm.kind == "sdpo_logit" for arm in exp.arms):
         names += LOGIT_ARMS
     everything = load()
-    known = {entry.name for entry in everything.entries}
+    defined = {entry.name for entry in everything.entries}
     for name in exp.protocol.service.undecided:
-        if name not in known:
+        if name not in defined:
             raise BadInputError(
                 f"{exp.path}: /protocol/service/undecided: {name!r} is no obligation of spec/service.json."
             )

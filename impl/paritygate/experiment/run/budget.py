@@ -34,7 +34,7 @@ class Account:
         """What is spent from here on belongs to `phase`."""
         self._phase, self._mark = phase, time.perf_counter()
 
-    def settle(self, variant: str = "") -> None:
+    def record(self, variant: str = "") -> None:
         """Write down what was spent since the last call, for a fallback's `variant` where one is piloted."""
         now = time.perf_counter()
         self._timings.append(self._phase, what=SPENT, variant=variant, seconds=round(now - self._mark, 4))

@@ -33,7 +33,7 @@ async def advance(
         records = await asyncio.gather(
             *(training_step(run, tasks_of_step, collector) for run in due), return_exceptions=True
         )
-        collector.state.account.settle(due[0].variant)
+        collector.state.account.record(due[0].variant)
         for run, record in zip(due, records, strict=True):
             if isinstance(record, BaseException):
                 raise record

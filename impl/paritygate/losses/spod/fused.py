@@ -18,7 +18,7 @@ from torch import Tensor
 from ..gate import Levels, Span, Weights, action_terms, gate, plan
 from ..row_stats import RowStat
 from . import rows as row_ops
-from .levels import Batch, combine, levels_of
+from .levels import SpodBatch, combine, levels_of
 
 KEPT = 3  # memories that an evaluation leaves for the next: two tiles and the gradient of a head
 TILE = 32 << 20  # bytes of one (chunk, V) block of logits: a GEMM of its height runs at nearly full speed
@@ -92,7 +92,7 @@ class Fused:
     """One evaluation: the statistics of every row, and, where wanted, the gradients of hidden states and head."""
 
     def __init__(
-        self, student: Head, teacher: Head, batch: Batch, most: int, *, exact: bool, want: tuple[bool, bool]
+        self, student: Head, teacher: Head, batch: SpodBatch, most: int, *, exact: bool, want: tuple[bool, bool]
     ) -> None:
         count, vocabulary = student.hidden.shape[0], student.head.shape[0]
         self.student, self.teacher, self.batch, self.exact = student, teacher, batch, exact
@@ -270,7 +270,7 @@ class FusedSpod(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, teacher: Head, batch: Batch, most: int, exact: bool, validate: bool
+        ctx: Any, hidden: Tensor, head: Tensor, teacher: Head, batch: SpodBatch, most: int, exact: bool, validate: bool
     ) -> tuple[Tensor, ...]:
         want = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         work = Fused(Head(hidden, head), teacher, batch, most, exact=exact, want=want)

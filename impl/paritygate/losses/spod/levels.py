@@ -22,7 +22,7 @@ class SpodLoss(NamedTuple):
     floor: Tensor
 
 
-class Batch(NamedTuple):
+class SpodBatch(NamedTuple):
     """What comes with the logits: tokens, what action and episode they belong to, and the options."""
 
     actions: Tensor
@@ -33,14 +33,14 @@ class Batch(NamedTuple):
     floor_weight: float
 
 
-def levels_of(batch: Batch) -> Levels:
+def levels_of(batch: SpodBatch) -> Levels:
     """The actions of a batch."""
     tokens = lengths(batch.action_index, batch.episode_index.shape[0])
     of_tokens = token_weights(batch.action_index, batch.episode_index, batch.success.shape[0])
     return Levels(tokens, batch.success.bool()[batch.episode_index], sum_by(of_tokens, tokens) / tokens)
 
 
-def combine(row_stats: Tensor, batch: Batch, levels: Levels, dtype: torch.dtype) -> tuple[SpodLoss, Weights]:
+def combine(row_stats: Tensor, batch: SpodBatch, levels: Levels, dtype: torch.dtype) -> tuple[SpodLoss, Weights]:
     """The result, and the weights of each row in the gradient, from the statistics of the rows."""
     terms = action_terms(row_stats, levels, batch.tau0, batch.floor_weight)
     loss = (levels.weights * levels.tokens) @ torch.where(terms.gate, batch.floor_weight * terms.floor, terms.kl)
@@ -49,7 +49,7 @@ def combine(row_stats: Tensor, batch: Batch, levels: Levels, dtype: torch.dtype)
     return SpodLoss(loss.to(dtype), terms.gate, *outputs), row_weights
 
 
-def check_batch(batch: Batch, vocabulary: int, validate: bool) -> None:
+def check_batch(batch: SpodBatch, vocabulary: int, validate: bool) -> None:
     """ValueError naming the place in what comes with the logits: options, and with `validate` indices and tokens."""
     actions, action_index, episode_index, success, tau0, floor_weight = batch
     if not 0.0 < tau0 <= 1.0:

@@ -10,7 +10,7 @@ from ..engines import float64
 from ..gate import Weights
 from . import rows
 from .fused import FusedSpod, Head, chunk_rows
-from .levels import Batch, SpodLoss, check_batch, combine, levels_of
+from .levels import SpodBatch, SpodLoss, check_batch, combine, levels_of
 
 
 def success_preserving_loss(
@@ -33,7 +33,7 @@ def success_preserving_loss(
     the device) an empty action or episode, an index out of order, a token outside [0, V), a row with NaN, +inf or all
     -inf. Source: arXiv 2610.25034, sections 3 and 4.
     """
-    batch = Batch(actions, action_index, episode_index, success, tau0, floor_weight)
+    batch = SpodBatch(actions, action_index, episode_index, success, tau0, floor_weight)
     _check(student_logits, teacher_logits, batch, validate)
     return SpodLoss(*_Spod.apply(student_logits, teacher_logits.detach(), batch, validate))
 
@@ -56,7 +56,7 @@ def success_preserving_loss_and_grad(
     `out` receives the gradient: (N, V) of the student's dtype, `student_logits` itself too. ValueError as the loss.
     """
     student, teacher = student_logits.detach(), teacher_logits.detach()
-    batch = Batch(actions, action_index, episode_index, success, tau0, floor_weight)
+    batch = SpodBatch(actions, action_index, episode_index, success, tau0, floor_weight)
     _check(student, teacher, batch, validate)
     if out is None:
         out = torch.empty_like(student)
@@ -102,7 +102,7 @@ def fused_linear_success_preserving_loss(
     `teacher_logprob` is then an upper bound, the rest is the same. Gates are read by the host, which waits for the
     device. ValueError as `success_preserving_loss`, and for shapes or dtypes that do not fit.
     """
-    batch = Batch(actions, action_index, episode_index, success, tau0, floor_weight)
+    batch = SpodBatch(actions, action_index, episode_index, success, tau0, floor_weight)
     student, teacher = (student_hidden, student_head), (teacher_hidden.detach(), teacher_head.detach())
     _check_heads(student, teacher, batch, chunk_tokens)
     check_batch(batch, student_head.shape[0], validate)
@@ -116,7 +116,7 @@ def fused_linear_success_preserving_loss(
 
 
 def _check_heads(
-    student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor], batch: Batch, chunk_tokens: int | None
+    student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor], batch: SpodBatch, chunk_tokens: int | None
 ) -> None:
     shapes = [tuple(x.shape) for x in (*student, *teacher)]
     count, vocabulary = student[0].shape[:1], student[1].shape[:1]
@@ -144,7 +144,7 @@ class _Spod(torch.autograd.Function):
     """The loss and its closed-form gradient, in differentiable operations where that is differentiated in turn."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, batch: Batch, validate: bool) -> SpodLoss:
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, batch: SpodBatch, validate: bool) -> SpodLoss:
         row_stats = rows.statistics(student, teacher, batch.actions)
         if validate:
             rows.refuse_unusable(row_stats, "spod")
@@ -164,7 +164,7 @@ class _Spod(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def _check(student: Tensor, teacher: Tensor, batch: Batch, validate: bool) -> None:
+def _check(student: Tensor, teacher: Tensor, batch: SpodBatch, validate: bool) -> None:
     shapes = (batch.actions.shape, batch.success.ndim)
     if student.ndim != 2 or student.shape != teacher.shape or shapes != (student.shape[:1], 1):
         raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..checks import refuse_where, same_shape
 from ..gate import gate, sum_by
 from ..sdpo.service_weights import cross_entropy_weights
-from .levels import Batch, check_batch, levels_of
+from .levels import SpodBatch, check_batch, levels_of
 
 
 class SpodWeights(NamedTuple):
@@ -44,7 +44,7 @@ def success_preserving_weights(
     rows have 1 / (n S E) times the forward KL's weights, protected ones under the floor floor_weight / (n S E) on the
     sampled token, the others 0. ValueError names the place.
     """
-    batch = Batch(torch.zeros_like(action_index), action_index, episode_index, success, tau0, floor_weight)
+    batch = SpodBatch(torch.zeros_like(action_index), action_index, episode_index, success, tau0, floor_weight)
     check_batch(batch, 1, validate=True)
     student, teacher = student_sampled.detach().double(), teacher_sampled.detach().double()
     same_shape("spod", student_sampled=student, teacher_sampled=teacher, action_index=action_index)

@@ -74,7 +74,7 @@ class Row:
 
 
 @dataclass
-class Batch:
+class JobBatch:
     """One packed pass: spans of rows, who owns each, and which rows go through which weights."""
 
     spans: list[Span] = field(default_factory=list[Span])

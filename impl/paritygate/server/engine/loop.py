@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paritygate.server.engine.jobs import Batch, Row, SampleJob, SampleResult, Task, snapshot_of
+from paritygate.server.engine.jobs import JobBatch, Row, SampleJob, SampleResult, Task, snapshot_of
 from paritygate.server.engine.sampling import Decoder, StopCheck, draw, top_logprobs
 from paritygate.server.engine.scoring import score_prompt
 from paritygate.server.errors import RequestError
@@ -171,7 +171,7 @@ class Engine:
         jobs = [j.sequence for j in [*self._prefilling, *self._forking] if j.sequence is not None]
         return sum(s.reserved for s in [*jobs, *(row.sequence for row in self._rows)])
 
-    def _plan(self) -> Batch:
+    def _plan(self) -> JobBatch:
         """Lay out one pass: a token for every row, then prompt pieces within the budget; grouped by weights version.
 
         Every version gets `min_rows` rows at least, so that its low-rank products keep their bits too.
@@ -184,7 +184,7 @@ class Engine:
             budget -= count
             if count:
                 pieces.append((job, job.sequence, count))
-        batch, row = Batch(), 0
+        batch, row = JobBatch(), 0
         pieces.sort(key=lambda piece: snapshot_of(piece[0]).version)
         for _, group in itertools.groupby(pieces, key=lambda piece: snapshot_of(piece[0]).version):
             start, owner = row, None
@@ -197,7 +197,7 @@ class Engine:
             batch.ranges.append((start, row, snapshot_of(owner)))
         return batch
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: JobBatch) -> Tensor:
         total = batch.ranges[-1][1]
         tokens = torch.zeros(total, dtype=torch.long)
         positions = torch.zeros(total, dtype=torch.long)

@@ -31,7 +31,7 @@ async def service_proof(state: State) -> Decided:
     settings = Settings(rank=state.exp.lora_rank, draws=DRAWS, beta1=adam.beta1, beta2=adam.beta2)
     files = state.directory
 
-    def keep(report: Report) -> None:
+    def save(report: Report) -> None:
         reports.write_json(files / JSON, report)
         reports.write(files / PAGE, reports.page(report, obligations))
         if report.results:
@@ -47,7 +47,7 @@ async def service_proof(state: State) -> Decided:
         settings=settings,
         limit=LIMIT,
         earlier=reports.read(files / JSON),
-        keep=keep,
+        save=save,
     )
     signed = receipt(report)
     reports.write(files / RECEIPT, json.dumps(signed, indent=1) + "\n")
