@@ -27,6 +27,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", metavar="N,N,...", help="seeds of a synthetic component, e.g. 42,43,44")
     parser.add_argument("--tau-bench", metavar="DIR", help="tau-bench retail data (default: PARITYGATE_TAU_BENCH)")
     parser.add_argument("--environment", choices=("own", "upstream"), default="own", help="which retail environment")
+    parser.add_argument("--prices", type=Path, metavar="FILE", help="a price table (default: the one the spec names)")
     parser.add_argument("--trust-receipt", action="store_true", help="take a signed parity receipt, do not re-run it")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -38,7 +39,9 @@ def call(root: Path, options: dict[str, Any]) -> Any:
     from paritygate.spec import Synthetic, load
 
     spec, check, environment = load(options.pop("spec")), options.pop("check"), options.pop("environment")
-    for name in ("resume", "until", "tau_bench", "trust_receipt") if isinstance(spec, Synthetic) else ("seeds",):
+    for name in (
+        ("resume", "until", "tau_bench", "trust_receipt", "prices") if isinstance(spec, Synthetic) else ("seeds",)
+    ):
         if options.pop(name):
             raise BadInputError(f"--{name.replace('_', '-')} is for another kind of run than {spec.path} names.")
     if isinstance(spec, Synthetic):
@@ -48,7 +51,7 @@ def call(root: Path, options: dict[str, Any]) -> Any:
     if check:
         from paritygate.experiment.check import plan
 
-        return plan(spec, root=root, device=options["device"], tau_bench=options["tau_bench"])
+        return plan(spec, root=root, **{name: options[name] for name in ("device", "tau_bench", "prices")})
     from paritygate import experiment
 
     return experiment.run(spec, root=root, environment=environment, **options)

@@ -166,8 +166,14 @@ class ForeignService:
 
     async def _delete(self, request: Request) -> Response:
         where = request.path_params
-        self.deleted.append(f"tinker://{where['run']}/{where['kind']}/{where['name']}")
-        return self._refusal(request, "delete") or Response(status_code=204)
+        refusal = self._refusal(request, "delete")
+        if refusal is not None:
+            return refusal
+        path = f"tinker://{where['run']}/{where['kind']}/{where['name']}"
+        if self.scripted.saved.pop(path, None) is None:
+            return JSONResponse({"detail": f"there is no {path}"}, 404)
+        self.deleted.append(path)
+        return Response(status_code=204)
 
     # ------------------------------------------------------------------ promises
 

@@ -79,9 +79,13 @@ class ScriptedService:
         self.models = (POLICY, USER, JUDGE)
         self.context_lengths = {POLICY: self.script.context_length}
         self.saved: dict[str, int] = {}
+        self.ever_saved: dict[str, int] = {}  # the same, with what was deleted since
+        self.limits: dict[str, int | None] = {}  # the ttl_seconds of each save
+        self.deleted: list[str] = []
         self.samples: list[dict[str, Any]] = []
         self.scores: list[dict[str, Any]] = []
         self.updates: list[dict[str, Any]] = []
+        self.forwarded = 0  # tokens of passes without gradients
         self.clients = 0
         self.passes = 0
         self.calls = 0
@@ -120,6 +124,12 @@ class ScriptedService:
         """A session is the service itself."""
         return self.connect()
 
+    async def delete(self, path: str) -> None:
+        """As Backend.delete: what is gone already is no error."""
+        async with self.call():
+            self.deleted.append(path)
+            self.saved.pop(path, None)
+
     async def training(self, base_model: str, rank: int = 32, seed: int = 0) -> "ScriptedTrainer":
         return ScriptedTrainer(self, digest(base_model, rank, seed))
 
@@ -150,6 +160,11 @@ class ScriptedTrainer:
         return self.service.script.executed_model
 
     async def forward(self, data: Sequence[Datum], loss_fn: str = "importance_sampling") -> FwdBwd:
+        del loss_fn
+        self.service.forwarded += sum(len(datum.tokens) - 1 for datum in data)
+        return self._passed(data)
+
+    def _passed(self, data: Sequence[Datum]) -> FwdBwd:
         scale = self.service.script.gap
         rows = [tuple(self.service.observed(logprobs_of(self.weights, datum.tokens, scale)[1:])) for datum in data]
         loss = 0.0
@@ -163,7 +178,7 @@ class ScriptedTrainer:
             return await self._forward_backward(data, loss_fn)
 
     async def _forward_backward(self, data: Sequence[Datum], loss_fn: str) -> FwdBwd:
-        passed = await self.forward(data, loss_fn)
+        passed = self._passed(data)
         self.pending = digest(self.pending, [(d.tokens, sorted(d.inputs.items())) for d in data], loss_fn)
         self.update = {"client": self.client, "data": list(data), "loss_fn": loss_fn}
         self.service.updates.append(self.update)
@@ -186,14 +201,15 @@ class ScriptedTrainer:
             self.update["adam"] = (learning_rate, beta1, beta2, eps)  # of this client: arms train at the same time
         return {}
 
-    async def snapshot(self, name: str) -> "ScriptedSampler":
-        path = await self.save(name)
+    async def snapshot(self, name: str, ttl_seconds: int | None = None) -> "ScriptedSampler":
+        path = await self.save(f"sampler_weights/{name}", ttl_seconds)
         return ScriptedSampler(self.service, POLICY, self.weights, path)
 
-    async def save(self, name: str) -> str:
+    async def save(self, name: str, ttl_seconds: int | None = None) -> str:
         path = f"tinker://{self.client}/{name}"
         async with self.service.call():
-            self.service.saved[path] = self.weights
+            self.service.saved[path] = self.service.ever_saved[path] = self.weights
+            self.service.limits[path] = ttl_seconds
         return path
 
     async def load(self, path: str) -> None:
@@ -227,7 +243,8 @@ class ScriptedSampler:
         async with self.service.call():
             chosen = self._chosen(list(tokens), int(seed or 0))[:max_tokens]
         entry = {"model": self.model, "path": self.path, "seed": seed, "temperature": temperature}
-        self.service.samples.append(entry | {"max_tokens": max_tokens, "prompt": len(tokens)})
+        lengths = {"max_tokens": max_tokens, "prompt": len(tokens), "sampled": len(chosen)}
+        self.service.samples.append(entry | lengths)
         scored = logprobs_of(self.weights, [*tokens, *chosen], self._scale())
         ended = "stop" if chosen and chosen[-1] in stop else "length"
         return [Sample(tuple(chosen), tuple(self.service.observed(scored[len(tokens) :])), ended)]

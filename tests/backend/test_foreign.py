@@ -268,3 +268,30 @@ def test_noise_is_what_the_script_says():
         differences = call(service, act)
     spread = (sum(d * d for d in differences) / len(differences) / 2) ** 0.5
     assert 0.8e-3 < spread < 1.2e-3
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_what_is_saved_has_a_time_limit_where_one_is_asked_for_and_can_be_deleted():
+    async def act(backend):
+        trainer = await backend.training(POLICY, rank=8, seed=0)
+        state = await trainer.save("state", 60)
+        sampler = await trainer.snapshot("sampler", 60)
+        kept = await trainer.snapshot("kept")
+        for path in (state, sampler.path, state):  # what is gone already is no error
+            await backend.delete(path)
+        with pytest.raises(BackendError, match="not yours"):
+            await backend.delete(kept.path)
+        return state, sampler.path, kept.path
+
+    def status(kind, number):
+        return 403 if kind == "delete" and number == 3 else None
+
+    with serving(status=status, detail="not yours") as service:
+        state, sampler, kept = call(service, act)
+    assert [(save["kind"], save["ttl_seconds"]) for save in service.saves] == [
+        ("weights", 60),
+        ("sampler_weights", 60),
+        ("sampler_weights", None),
+    ]
+    assert service.deleted == [state, sampler]
+    assert kept in service.scripted.saved

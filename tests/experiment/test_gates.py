@@ -99,7 +99,7 @@ def test_a_frozen_teacher_that_passes_is_adopted(run_spec: Any, scripted: Any, t
     assert facts["settings"] == {"max_turns": 12, "teacher": "frozen_initial"}
     deviations = read_lines(tmp_path / "run" / "deviations.jsonl")
     assert [line["kind"] for line in deviations if line["phase"] == "activation_pilot"] == ["fallback"]
-    assert any("train-sdpo_token-initial-" in path for path in service.saved)
+    assert any("train-sdpo_token-initial-" in path for path in service.ever_saved)
 
 
 def test_more_turns_that_pass_are_adopted_for_both_arms(run_spec: Any, scripted: Any, tmp_path: Path) -> None:

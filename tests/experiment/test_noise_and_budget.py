@@ -13,7 +13,7 @@ from paritygate.agent.rollouts import Group, Rollout
 from paritygate.agent.trajectory import Trajectory
 from paritygate.experiment.phases import activation_pilot
 from paritygate.experiment.phases.preflight import forced_checks, restoration_preflight
-from paritygate.experiment.run.budget import Account, BudgetSpentError
+from paritygate.experiment.run.account.budget import Account, BudgetSpentError
 from paritygate.experiment.run.journal import Timings, read_lines
 from paritygate.experiment.run.outcome import PhaseStopped
 from paritygate.experiment.run.state import State

@@ -89,11 +89,11 @@ def check_policy(service: ScriptedService, folder: Path) -> None:
 def check_weights(service: ScriptedService) -> None:
     """What is evaluated are the weights after the last step; the arms begin equal and part at the first."""
     for arm in ARMS:
-        [final] = [path for path in service.saved if purpose(path) == f"train-{arm}-final"]
-        [last] = [path for path in service.saved if purpose(path) == f"train-{arm}-{STEPS}"]
-        [first] = [path for path in service.saved if purpose(path) == f"train-{arm}-0"]
-        assert service.saved[final] == service.saved[last] != service.saved[first]
-    states = {purpose(path): weights for path, weights in service.saved.items()}
+        [final] = [path for path in service.ever_saved if purpose(path) == f"train-{arm}-final"]
+        [last] = [path for path in service.ever_saved if purpose(path) == f"train-{arm}-{STEPS}"]
+        [first] = [path for path in service.ever_saved if purpose(path) == f"train-{arm}-0"]
+        assert service.ever_saved[final] == service.ever_saved[last] != service.ever_saved[first]
+    states = {purpose(path): weights for path, weights in service.ever_saved.items()}
     assert states["train-grpo-0"] == states["train-sdpo_token-0"]
     assert states["train-grpo-1"] != states["train-sdpo_token-1"]
 

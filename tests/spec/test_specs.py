@@ -102,7 +102,7 @@ def test_the_local_experiment_is_the_same_protocol_on_disjoint_tasks():
     assert gates == [(check.metric, check.min, check.max) for check in full.activation_gate.checks]
 
 
-@pytest.mark.parametrize("name", ["experiment", "synthetic"])
+@pytest.mark.parametrize("name", ["experiment", "synthetic", "prices"])
 def test_every_object_of_every_schema_is_closed(name: str):
     from jsonschema import Draft202012Validator
 

@@ -34,6 +34,7 @@ class Backend:
     def __init__(
         self,
         service: "tinker.ServiceClient",
+        rest: "tinker.RestClient",
         guard: Guard,
         capabilities: "Sequence[tinker.types.SupportedModel]",
         *,
@@ -51,6 +52,7 @@ class Backend:
         self._untrainable = {name for name, model in named if model.trainable is False}
         self._unsampleable = {name for name, model in named if model.sampleable is False}
         self._service = service
+        self._rest = rest
         self._guard = guard
         self._local = local_host(guard.base_url) is not None
         self._tokenizers: dict[str, Any] = {}
@@ -113,6 +115,18 @@ class Backend:
         )
         return Sampler(client, self._guard, await self.tokenizer(client.get_base_model()), model_path)
 
+    async def delete(self, path: str) -> None:
+        """Delete a saved state of any kind; one that is gone already is no error, other refusals are BackendErrors."""
+        import tinker
+
+        try:
+            await self._guard.once(
+                "Deleting a saved state", lambda: self._rest.delete_checkpoint_from_tinker_path(path)
+            )
+        except BackendError as error:
+            if not isinstance(error.__cause__, tinker.NotFoundError):
+                raise
+
     async def _restored(self, path: str) -> "tinker.TrainingClient":
         return await self._guard.once(
             "Loading state", lambda: self._service.create_training_client_from_state_with_optimizer(path)
@@ -172,7 +186,7 @@ async def _session(guard: Guard, *, embedded: bool) -> AsyncGenerator[Backend]:
         holder = await _opened(service, guard)
         rest = tinker.RestClient(holder)
         response = await guard.repeatable("Reading the service's capabilities", rest.get_server_capabilities)
-        yield Backend(service, guard, response.supported_models, embedded=embedded)
+        yield Backend(service, rest, guard, response.supported_models, embedded=embedded)
     except Exception:
         status = "errored"
         raise

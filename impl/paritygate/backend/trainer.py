@@ -100,17 +100,27 @@ class Trainer:
         response = await self._guard.once("optim_step", lambda: self._client.optim_step(adam))
         return dict(response.metrics or {})
 
-    async def snapshot(self, name: str) -> Sampler:
-        """A sampler of the weights as they are now, saved under `name`; training on does not move it."""
-        response = await self._guard.once("Saving sampler weights", lambda: self._client.save_weights_for_sampler(name))
+    async def snapshot(self, name: str, ttl_seconds: int | None = None) -> Sampler:
+        """A sampler of the weights as they are now, saved under `name`; training on does not move it.
+
+        ttl_seconds: after which the service deletes what was saved; None: it is kept.
+        """
+        response = await self._guard.once(
+            "Saving sampler weights", lambda: self._client.save_weights_for_sampler(name, ttl_seconds)
+        )
         client = await self._guard.repeatable(
             "Creating a sampler", lambda: self._client.create_sampling_client(response.path, retry_config=no_retries())
         )
         return Sampler(client, self._guard, await self._tokenizer(self.base_model), response.path)
 
-    async def save(self, name: str) -> str:
-        """Save weights and optimiser state under `name`, over an older save of that name; returns its path."""
-        response = await self._guard.once("Saving state", lambda: self._client.save_state(name, overwrite=True))
+    async def save(self, name: str, ttl_seconds: int | None = None) -> str:
+        """Save weights and optimiser state under `name`, over an older save of that name; returns its path.
+
+        ttl_seconds: after which the service deletes it; None: it is kept.
+        """
+        response = await self._guard.once(
+            "Saving state", lambda: self._client.save_state(name, ttl_seconds, overwrite=True)
+        )
         return response.path
 
     async def load(self, path: str) -> None:

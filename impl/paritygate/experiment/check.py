@@ -15,6 +15,7 @@ from paritygate.experiment.plan.design import (
     episode_budget_lines,
     gold_lines,
 )
+from paritygate.experiment.plan.price import cost_at_most, price_lines
 from paritygate.experiment.protocol import PHASES
 from paritygate.receipts import require_parity
 from paritygate.spec import Experiment
@@ -45,11 +46,17 @@ class Plan:
 
 
 def plan(
-    exp: Experiment, *, root: Path | None = None, device: str = "cpu", tau_bench: str | Path | None = None
+    exp: Experiment,
+    *,
+    root: Path | None = None,
+    device: str = "cpu",
+    tau_bench: str | Path | None = None,
+    prices: Path | None = None,
 ) -> Plan:
     """Everything that can be said of a run without a service; what is missing is said, not refused.
 
-    root: the checkout whose parity receipts are looked at (None: they are not).
+    root: the checkout whose parity receipts are looked at (None: they are not). prices: a price table other than the
+    spec's; SpecError (exit 2) where the table is not there or wrong.
     """
     from paritygate.retail import load
 
@@ -63,6 +70,7 @@ def plan(
     abridged = context_lines(exp, source) if source is not None else ()
     budget = forecast.episode_budget(exp, source)
     gold = forecast.gold_fits(exp, source) if source is not None else ()
+    cost = cost_at_most(exp, budget, gold, prices)
     sections = (
         Section(exp.title, _overview(exp, device)),
         Section("Phases and gates", _phases(exp)),
@@ -72,6 +80,7 @@ def plan(
         ),
         Section("Room for an episode", (*abridged, *episode_budget_lines(exp, budget), *gold_lines(exp, gold))),
         Section("Asked of the service", _asked(exp)),
+        Section("The price", price_lines(exp, cost)),
         Section("Before it may start", _conditions(exp, root, device)),
     )
     facts = {
@@ -83,6 +92,7 @@ def plan(
         "gold_fits": [dataclasses.asdict(fit) for fit in gold],
         "episodes": forecast.episodes(exp),
         "asked": [dataclasses.asdict(row) for row in forecast.asked(exp)],
+        "price": None if cost is None else cost.to_json(),
         "frozen_spec": dict(exp.frozen),
     }
     return Plan(sections, facts)

@@ -10,6 +10,7 @@ from typing import Any
 from paritygate.errors import BadInputError, GateStopped, Refused
 from paritygate.experiment.correctness.parity import is_full_run, refuse_another_service
 from paritygate.experiment.protocol import PHASES, Phase
+from paritygate.experiment.run.account.cost import prices_of
 from paritygate.experiment.run.directory import choose_directory, make_directory, write_spec
 from paritygate.experiment.run.environment import load_source
 from paritygate.experiment.run.journal import finite
@@ -59,6 +60,7 @@ def run(
     tau_bench: Path | str | None = None,
     trust_receipt: bool = False,
     environment: str = "own",
+    prices: Path | None = None,
     quiet: bool = False,
     json: bool = False,
 ) -> RunResult:
@@ -71,7 +73,7 @@ def run(
     check_request(phases, until, device)
     directory = choose_directory(exp, root, output, resume=resume)
     refuse_unresolved(exp)
-    options = Options(root, device, Path(tau_bench) if tau_bench else None, trust_receipt, environment)
+    options = Options(root, device, Path(tau_bench) if tau_bench else None, trust_receipt, environment, prices)
     check_inputs(exp, options, directory, served=asks_the_service(phases, until))
     if asks_the_service(phases, until) and is_full_run():
         asyncio.run(meet_service(exp))
@@ -111,10 +113,11 @@ def asks_the_service(phases: list[Phase], until: str | None) -> bool:
 
 
 def check_inputs(exp: Experiment, options: Options, directory: Path, *, served: bool) -> None:
-    """The data and an address (exit 2), then the receipt (exit 3): nothing is created before all are there."""
+    """Data, prices and an address (exit 2), then the receipt (exit 3): nothing is created before all are there."""
     from paritygate.receipts import require_parity
 
     load_source(options)
+    prices_of(exp, options.prices)
     if served and not is_full_run() and exp.protocol.service.embedded_model is None:
         raise BadInputError(
             f"{exp.path} names no embedded model to stand in for {exp.base_model}: set TINKER_BASE_URL (and "
@@ -189,6 +192,7 @@ async def _take(state: State, phase: Phase, position: str) -> None:
         await _close_stopped(state)
         raise stopped
     state.chain.append(phase.name, _receipt("done", decided), list(decided.files))
+    await state.delete_superfluous()
     state.progress.line(f"      {decided.what}")
 
 
@@ -205,6 +209,7 @@ def _record_stop(state: State, phase: Phase, stop: GateStopped) -> None:
 
 async def _close_stopped(state: State) -> None:
     """A stopped run is reported and receipted like a finished one, as far as it got."""
+    await state.delete_superfluous()
     await state.close_service()
     write_report(state)
     if list(state.directory.glob("parity-*.json")):

@@ -33,6 +33,7 @@ class RunFiles:
     items: tuple[Record, ...]
     deviations: tuple[Record, ...]
     verdict: Record | None
+    cost: Record | None
     parity: Record | None
     parity_name: str | None
 
@@ -84,6 +85,7 @@ def read_run(run_dir: Path | str) -> RunFiles:
         items=tuple(read_lines(directory / "items.jsonl")),
         deviations=tuple(read_lines(directory / "deviations.jsonl")),
         verdict=read_object(directory / "verdict.json"),
+        cost=read_object(directory / "cost.json"),
         parity=read_object(parity) if parity else None,
         parity_name=parity.name if parity else None,
     )

@@ -131,10 +131,11 @@ class DecisionRule:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What the run may cost."""
+    """What the run may cost in time; prices: the name of the table that says what it costs in money, None without."""
 
     gpu_hours: float
     max_wall_minutes: float
+    prices: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

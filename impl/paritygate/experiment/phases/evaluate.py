@@ -2,6 +2,7 @@
 
 import asyncio
 import statistics
+import time
 from typing import Any
 
 from paritygate.agent.judge import Judgement, RuleJudge, agreement
@@ -71,7 +72,8 @@ async def evaluate_arm(state: State, arm: Arm, collector: Collector) -> list[Rec
     jobs = [
         (task, rollout) for task in collector.evaluation_tasks() for rollout in range(state.exp.eval.rollouts_per_task)
     ]
-    done = 0
+    before = len(state.journal.units(f"{PHASE}-{arm.name}/"))
+    done, started = 0, time.monotonic()
 
     async def one(task: int, rollout: int) -> Record:
         nonlocal done
@@ -79,6 +81,9 @@ async def evaluate_arm(state: State, arm: Arm, collector: Collector) -> list[Rec
             item = await evaluate_item(state, arm, sampler, collector, task, rollout)
         done += 1
         state.progress.update(f"{arm.name}, {done} of {len(jobs)} episodes")
+        if done > before and (done % EVALUATED_AT_ONCE == 0 or done == len(jobs)):
+            left = (time.monotonic() - started) / (done - before) * (len(jobs) - done)
+            state.log(f"{PHASE}, {arm.name}: {done} of {len(jobs)} episodes", left)
         return item
 
     with state.timings.measure(PHASE, what="episodes", arm=arm.name):

@@ -1,5 +1,9 @@
 """The timing pilot: one real step, every part timed, projected to the whole run and held against the budget."""
 
+from collections import Counter
+
+from paritygate.experiment.run.account.cost import Cost, cost_of
+from paritygate.experiment.run.account.meter import SAVED
 from paritygate.experiment.run.journal import Record
 from paritygate.experiment.run.outcome import Decided, PhaseStopped
 from paritygate.experiment.run.state import State
@@ -27,22 +31,43 @@ async def timing_pilot(state: State) -> Decided:
     if not run.done:
         collector = await Collector.of(state, state.settings())
         state.progress.update(f"one step of {arm.name}")
-        run.commit(await training_step(run, collector.train_tasks()[:timed], collector))
+        await run.commit(await training_step(run, collector.train_tasks()[:timed], collector))
     parts = seconds_by_part(state, state.exp.protocol.rollout.tasks_per_step / timed)
     at_once = state.side_by_side() if embedded else len(state.exp.arms)
     feasibility = project(state, arm, parts, embedded=embedded, arms_at_once=at_once)
+    hours = feasibility["wall_seconds"] / 3600, feasibility["gpu_hours"]
+    cost = projected_cost(state, state.exp.protocol.rollout.tasks_per_step / timed, hours)
+    feasibility["cost"] = cost.to_json()
     write_atomic(state.directory / FILE, canonical(feasibility))
     files = [FILE, *state.journal.files(PHASE)]
     minutes, allowed = feasibility["wall_seconds"] / 60, state.exp.budget.max_wall_minutes
     sentence = (
         f"projected: {minutes:.1f} of {allowed:g} minutes, {feasibility['gpu_hours']:.2f} of "
-        f"{state.exp.budget.gpu_hours:g} GPU hours"
+        f"{state.exp.budget.gpu_hours:g} GPU hours; {cost.line()}"
     )
     if feasibility["problems"] and state.exp.feasibility_required:
         raise PhaseStopped(
             Decided(f"over budget: {sentence}", "; ".join(feasibility["problems"]), {"feasibility": FILE}, files)
         )
     return Decided(sentence, "one step was timed, part by part, and multiplied out", {"feasibility": FILE}, files)
+
+
+def projected_cost(state: State, groups: float, hours: tuple[float, float]) -> Cost:
+    """Tokens, saved states and money of the whole run, from those of the timed groups and what was used before.
+
+    Every arm counts as the timed one, which asks most; an evaluated episode as one of training, less its training.
+    hours: the projected ones, and those of GPUs.
+    """
+    exp, step = state.exp, Counter(state.account.used(PHASE))
+    used = state.account.used()
+    steps = len(exp.arms) * (exp.protocol.pilot.steps + exp.steps)
+    episodes = exp.eval.n_examples * exp.eval.rollouts_per_task * len(exp.arms) / exp.batch_size
+    for name, count in step.items():
+        grown = count if name == SAVED else count * groups
+        evaluated = 0.0 if name == SAVED or name.endswith("/trained") else episodes
+        used[name] += round(grown * (steps + evaluated))
+    used[SAVED] += len(exp.arms)
+    return cost_of(exp, used, hours, state.prices)
 
 
 GROWING = frozenset({"rollouts", "advantages", "forward_backward"})  # with the number of episodes

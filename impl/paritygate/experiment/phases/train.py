@@ -23,7 +23,7 @@ async def train(state: State) -> Decided:
     await advance(runs, state.exp.steps, collector, lambda run, record: refuse_divergence(run, run.done - 1, record))
     samplers: Record = {}
     for run in runs:
-        sampler = await run.trainer.snapshot(f"{run.key}-final-{PROCESS}")
+        sampler = await run.trainer.snapshot(f"{run.key}-final-{PROCESS}", ttl_seconds=None)  # a result: it is kept
         samplers[run.arm.name] = sampler.path
     policy = await state.policy()
     vocabulary = write_vocabulary(state.directory, lambda ids: str(policy.tokenizer.decode(ids)))

@@ -6,13 +6,17 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a run was asked for; none of it may change a result."""
+    """How a run was asked for; none of it may change a result.
+
+    prices: a price table (schema/prices.schema.json) other than the one that the spec names.
+    """
 
     root: Path
     device: str = "cpu"
     tau_bench: Path | None = None
     trust_receipt: bool = False
     environment: str = "own"
+    prices: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,14 +2,19 @@
 
 import dataclasses
 
-from paritygate.experiment.run.journal import Record, read_lines
+from paritygate.experiment.run.account.cost import TABLE
+from paritygate.experiment.run.journal import Record, finite, read_lines
 from paritygate.experiment.run.state import State
+from paritygate.receipts import canonical, sha256_file, write_atomic
+
+COST = "cost.json"
 
 
 def write_report(state: State) -> None:
-    """Write report.html; a stopped run has one too."""
+    """Write cost.json and report.html; a stopped run has them too."""
     from paritygate import report as page
 
+    write_atomic(state.directory / COST, canonical(finite(state.cost().to_json())))
     page.write(state.directory)
 
 
@@ -50,12 +55,25 @@ def dependencies(state: State) -> list[Record]:
         },
         {"name": TREE_REFERENCE, "digest": {"sha256": reference_digest(state)}},
         {"name": "tinker SDK", "annotations": {"version": service.get("sdk")}},
-        {"name": "service", "annotations": {"endpoint": service.get("endpoint"), "models": service.get("models", [])}},
+        {
+            "name": "service",
+            "annotations": {
+                "endpoint": service.get("endpoint"),
+                "models": service.get("models", []),
+                "used": dict(state.account.used()),
+                "adapters": state.facts("train").get("samplers", {}),
+            },
+        },
         *([{"name": "service proof", "digest": {"sha256": proof["sha256"]}}] if proof else []),
         {"name": "base model", "annotations": {"model": exp.base_model, "reported": reported, "adam": adam}},
         {"name": "user simulator", "annotations": dataclasses.asdict(exp.protocol.user)},
         {"name": "judge", "annotations": dataclasses.asdict(exp.protocol.judge) | {"judged": judged(state)}},
     ]
+    if state.prices is not None:
+        table = {"as_of": state.prices.as_of, "currency": state.prices.currency}
+        described.append(
+            {"name": "prices", "digest": {"sha256": sha256_file(state.directory / TABLE)}, "annotations": table}
+        )
     for model, tokenizer in service.get("tokenizers", {}).items():
         what = {"model": model, "of": tokenizer["of"]}
         described.append(

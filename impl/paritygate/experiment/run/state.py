@@ -3,13 +3,17 @@
 import asyncio
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from paritygate.errors import BackendError
-from paritygate.experiment.run.budget import Account
+from paritygate.experiment.run.account.budget import Account
+from paritygate.experiment.run.account.cost import Cost, cost_of, keep_prices
+from paritygate.experiment.run.account.meter import MeteredBackend
+from paritygate.experiment.run.account.saved_states import SavedStates
 from paritygate.experiment.run.environment import load_source
 from paritygate.experiment.run.journal import Journal, Record, Timings, append_line, drop_torn_tail, read_lines
 from paritygate.experiment.run.options import Options, Settings
@@ -41,6 +45,8 @@ class State:
         self.journal = Journal(directory)
         self.timings = Timings(directory / TIMINGS)
         self.account = Account(self.timings, exp.budget)
+        self.prices = keep_prices(directory, exp, options.prices)
+        self.states = SavedStates(directory)
         self._grant_budget()
         self._connection, self._phase = AsyncExitStack(), AsyncExitStack()
         self._connecting = asyncio.Lock()
@@ -71,7 +77,9 @@ class State:
             while len(self._services) <= place:
                 await self._connect()
             if place not in self._sessions:
-                self._sessions[place] = await self._phase.enter_async_context(self._services[place].session())
+                session = await self._phase.enter_async_context(self._services[place].session())
+                metered = MeteredBackend(session, self.account.usage, self.states.add)
+                self._sessions[place] = cast("Backend", metered)
         return self._sessions[place]
 
     @staticmethod
@@ -94,6 +102,7 @@ class State:
         self.account.gpus = 0 if service.embedded else 1
         where = "the embedded server" if service.embedded else "the service"
         self.progress.line(f"      using {where} at {service.endpoint}")
+        await self.delete_superfluous()  # what a process saved, or no longer needed, when it was killed
 
     async def end_phase(self) -> None:
         """Close the phase's sessions: their clients are thrown away at the service."""
@@ -119,10 +128,50 @@ class State:
         """The benchmark's data, read once."""
         return load_source(self.options)
 
-    def forget(self, path: str) -> None:
-        """Delete a saved state that the run has no use for any more, where it lies in the run directory."""
-        if self._services and self._services[0].embedded:
-            shutil.rmtree(self.saved(path), ignore_errors=True)
+    def cost(self) -> Cost:
+        """What the run has used so far, in tokens, hours and money."""
+        self.account.settle()
+        return cost_of(self.exp, self.account.used(), self.account.hours(), self.prices)
+
+    def log(self, what: str, seconds_left: float) -> None:
+        """A line that stays, in logs too: where a phase is, what the run has used so far, how long the phase takes."""
+        self.progress.line(f"      {what}; {self.cost().line()}; about {seconds_left / 60:.1f} min of this phase to go")
+
+    async def delete_superfluous(self) -> None:
+        """Delete at the service what this run saved there and nothing needs any more; nothing where none is connected.
+
+        The embedded server's states lie in the run directory, which the last phase tidies up.
+        """
+        if self._services and not self._services[0].embedded:
+            needed = self.needed()
+            await self.delete([path for path in self.states.left() if path not in needed])
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        """Delete saved states; one that the service does not let go of is said so, and left to its time limit."""
+        service, failed = self._services[0], ""
+        for path in paths:
+            try:
+                if service.embedded:
+                    shutil.rmtree(self.saved(path), ignore_errors=True)
+                else:
+                    await service.delete(path)
+            except BackendError as error:
+                failed = str(error)
+            else:
+                self.states.drop(path)
+        if failed:
+            self.progress.line(f"      a saved state could not be deleted and is left to its time limit: {failed}")
+
+    def needed(self) -> set[str]:
+        """The saved states that are results, or that --resume goes on from: an arm's last step, the warm start's."""
+        results = set(self.facts("train").get("samplers", {}).values())
+        done = self.chain.completed
+        if "train" in done or any(self.record(phase).get("outcome") == "stopped" for phase in done):
+            return results
+        last = {unit.partition("/")[0]: unit for unit in self.journal.units()}  # units are in the order of their steps
+        open_units = [unit for key, unit in last.items() if not key.startswith(tuple(f"{phase}-" for phase in done))]
+        records = [self.journal.committed(unit) or {} for unit in (*open_units, *self.journal.units("warm_start/"))]
+        return results | {str(record["state"]) for record in records if "state" in record}
 
     def saved(self, path: str) -> Path:
         """The folder of a state that the embedded server saved (tinker://RUN/KIND/NAME)."""

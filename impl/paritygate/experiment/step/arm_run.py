@@ -69,13 +69,11 @@ class ArmRun:
         timings = self.state.timings
         return timings.measure(self.phase, what=part, arm=self.arm.name, variant=self.variant, step=self.done)
 
-    def commit(self, record: Record) -> Record:
+    async def commit(self, record: Record) -> Record:
         """The step counts from here on; then delete what that made superfluous: its sampler, the state before it."""
         self.steps.append(self.state.journal.commit(f"{self.key}/step-{self.done:03d}", record))
-        if self.sampler_path is not None:
-            self.state.forget(self.sampler_path)
-        if len(self.steps) > 1:
-            self.state.forget(self.steps[-2]["state"])
+        paths = [self.sampler_path, *(step["state"] for step in self.steps[-2:-1])]
+        await self.state.delete([path for path in paths if path is not None])
         return self.steps[-1]
 
     def tally(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ from paritygate.agent.teacher import teacher_context, teacher_logprobs
 from paritygate.agent.trajectory import Trajectory
 from paritygate.agent.user import ModelUser, ScriptedUser, User, opening
 from paritygate.backend import Sampler
+from paritygate.experiment.run.account.meter import metered
 from paritygate.experiment.run.environment import fresh_episode
 from paritygate.experiment.run.options import Settings
 from paritygate.experiment.run.state import State
@@ -75,7 +76,7 @@ class Collector:
             if name is None:
                 partners[role] = None
                 continue
-            sampler = await backend.sampling(base_model=name)
+            sampler = metered(await backend.sampling(base_model=name), state.account.usage, role)
             effort = exp.protocol.judge.reasoning_effort if role == "judge" else None
             thinking = effort is not None
             made = renderer.load("auto", sampler.tokenizer, model=name, thinking=thinking, effort=effort)

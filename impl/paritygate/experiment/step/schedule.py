@@ -1,6 +1,7 @@
 """All arms side by side, in step: the same tasks at the same step, committed in the order of the arms."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from paritygate.experiment.run.journal import Record
@@ -21,7 +22,7 @@ async def advance(
     The first failure is raised once all arms have ended that step; the arms before it are committed, no others.
     """
     tasks = collector.train_tasks()
-    per_step = collector.exp.protocol.rollout.tasks_per_step
+    per_step, taken, started = collector.exp.protocol.rollout.tasks_per_step, 0, time.monotonic()
     for step in range(steps):
         due = [run for run in runs if run.done == step]
         if not due:
@@ -37,4 +38,14 @@ async def advance(
         for run, record in zip(due, records, strict=True):
             if isinstance(record, BaseException):
                 raise record
-            after(run, run.commit(record))
+            after(run, await run.commit(record))
+        taken += 1
+        left = (time.monotonic() - started) / taken * (steps - step - 1)
+        name = " ".join(filter(None, [due[0].phase, due[0].variant]))
+        means = ", ".join(f"{run.arm.name} {said(run.steps[-1]['metrics']['composite_rubric_score'])}" for run in due)
+        collector.state.log(f"{name}, step {step + 1} of {steps}: composite {means}", left)
+
+
+def said(value: float | None) -> str:
+    """A mean for the log; a dash where nothing was judged."""
+    return "-" if value is None else f"{value:.3f}"

@@ -1,8 +1,10 @@
 """The budget binds the run, over kills and resumes: what was spent is on the disk, and is looked at between steps."""
 
 import time
+from collections import Counter
 
 from paritygate.errors import ParityGateError
+from paritygate.experiment.run.account.meter import Usage
 from paritygate.experiment.run.journal import Timings
 from paritygate.spec.experiment import Budget
 
@@ -16,15 +18,17 @@ class BudgetSpentError(ParityGateError):
 
 
 class Account:
-    """Wall time that a run has used, appended to timings.jsonl as it goes: a kill loses at most one step's.
+    """Wall time and tokens that a run has used, appended to timings.jsonl as it goes: a kill loses at most one step's.
 
     grants: how many budgets the run may use; one, and one more for each time that it was resumed after spending all.
     gpus: GPUs that the run holds while it runs (0 on the embedded server).
+    usage: what was asked of the service since it was last written down.
     """
 
     def __init__(self, timings: Timings, budget: Budget) -> None:
         self.grants = 1
         self.gpus = 0
+        self.usage: Usage = Counter()
         self._timings = timings
         self._budget = budget
         self._phase = ""
@@ -37,8 +41,22 @@ class Account:
     def record(self, variant: str = "") -> None:
         """Write down what was spent since the last call, for a fallback's `variant` where one is piloted."""
         now = time.perf_counter()
-        self._timings.append(self._phase, what=SPENT, variant=variant, seconds=round(now - self._mark, 4))
+        seconds, used = round(now - self._mark, 4), dict(self.usage)
+        self._timings.append(self._phase, what=SPENT, variant=variant, seconds=seconds, used=used)
         self._mark = now
+        self.usage.clear()
+
+    def used(self, phase: str | None = None) -> Usage:
+        """Tokens by `role/kind` and saved states so far, of one phase or of all."""
+        total: Usage = Counter(self.usage)
+        for entry in self._timings.entries(phase):
+            total.update(entry.get("used", {}))
+        return total
+
+    def hours(self) -> tuple[float, float]:
+        """Hours spent so far, and GPU hours."""
+        hours = self.seconds() / 3600
+        return hours, self.gpus * hours
 
     def seconds(self, phase: str | None = None, *, fallbacks: bool = False) -> float:
         """Seconds spent so far, of one phase or of all; of the pilots of fallbacks alone where that is asked."""

@@ -1,0 +1,87 @@
+"""What a run costs at most, in tokens and money, before it has asked a service anything."""
+
+from collections import Counter
+from pathlib import Path
+
+from paritygate.experiment.plan import forecast
+from paritygate.experiment.plan.service_obligations import price as proof_price
+from paritygate.experiment.run.account.cost import Cost, cost_of, millions, prices_of
+from paritygate.experiment.run.account.meter import SAVED, Usage, key
+from paritygate.spec import Experiment
+
+USER_SYSTEM = 700  # tokens of the user simulator's own prompt with the longest instructions, rounded up
+
+
+def tokens_at_most(exp: Experiment, prompt: int, longest: int) -> Usage:
+    """Tokens by role and kind of a run that no gate stops, if every episode takes all its turns and tokens.
+
+    prompt: tokens before an episode; it grows evenly from there to max_seq_len, or, in the evaluation, to `longest`.
+    Every request counts whole, as if a service cached nothing. The judge is asked once an episode. The tokens of the
+    service's proof count as trained ones, the dearest.
+    """
+    rollout, protocol = exp.protocol.rollout, exp.protocol
+    by_phase = forecast.episodes(exp)
+    total, evaluated = sum(by_phase.values()), by_phase["evaluate"]
+    turns, most = rollout.max_turns, exp.max_seq_len
+    used: Usage = Counter()
+
+    def sampled(length: int) -> int:
+        return min(turns * rollout.max_tokens_per_turn, max(length - prompt, 0))
+
+    used[key("policy", "prefill")] += (total - evaluated) * turns * (prompt + most) // 2
+    used[key("policy", "prefill")] += evaluated * turns * (prompt + longest) // 2
+    used[key("policy", "sampled")] += (total - evaluated) * sampled(most) + evaluated * sampled(longest)
+    steps = exp.steps + protocol.pilot.steps
+    for arm in exp.arms:
+        if arm.needs_teacher:  # a context with a sibling as long as the episode that it stands before
+            used[key("policy", "prefill")] += steps * exp.batch_size * (2 * most - prompt)
+    fallbacks = protocol.pilot.max_fallback_steps if protocol.pilot.fallbacks else 0
+    used[key("policy", "trained")] += (len(exp.arms) * steps + fallbacks + 1) * exp.batch_size * most
+    used[key("policy", "trained")] += proof_price(exp)[1]
+    used[SAVED] = 2 * (len(exp.arms) * steps + fallbacks + 1) + len(exp.arms) + 3
+    if protocol.user.kind == "model":
+        said = rollout.max_tokens_per_turn + protocol.user.max_tokens
+        used[key("user", "prefill")] += total * (turns + 1) * (USER_SYSTEM + turns * said // 2)
+        used[key("user", "sampled")] += total * (turns + 1) * protocol.user.max_tokens
+    if protocol.judge.kind == "model":
+        used[key("judge", "prefill")] += (total - evaluated) * most + evaluated * longest
+        used[key("judge", "sampled")] += total * protocol.judge.max_tokens
+    return used
+
+
+def cost_at_most(
+    exp: Experiment, budget: forecast.EpisodeBudget, fits: tuple[forecast.GoldFit, ...], prices: Path | None
+) -> Cost | None:
+    """What those tokens come to; None where the policy's tokenizer is known to the service only.
+
+    prices: a table other than the spec's. Raises SpecError (exit 2) where the table is not there or wrong.
+    """
+    found = prices_of(exp, prices)
+    if budget.prompt is None:
+        return None
+    longest = max([exp.max_seq_len, *(fit.longest for fit in fits if fit.purpose == "evaluation")])
+    used = tokens_at_most(exp, budget.prompt, longest)
+    return cost_of(exp, used, (0.0, 0.0), None if found is None else found[1])
+
+
+def price_lines(exp: Experiment, cost: Cost | None) -> tuple[str, ...]:
+    """The price in sentences."""
+    hours = (
+        f"Hours are measured by the timing pilot; the budget allows {exp.budget.max_wall_minutes / 60:g} hours and "
+        f"{exp.budget.gpu_hours:g} GPU hours."
+    )
+    if cost is None:
+        return (f"Tokens are counted by the service preflight, with the tokenizer of {exp.base_model}.", hours)
+    lines = [
+        f"At most, if every episode takes its {exp.protocol.rollout.max_turns} turns, a service caches nothing and the "
+        f"judge is asked once: {cost.saved_states} saved states, and tokens:"
+    ]
+    for row in cost.rows:
+        price = "no price" if row["price"] is None else f"{row['price']:g} a million: {row['money']:.2f}"
+        lines.append(
+            f"  {row['role']}, {row['kind']}: {millions(row['tokens'])} of {row['model']}, {price} {cost.currency}"
+        )
+    if cost.money is not None:
+        least = "at least the known part, " if cost.unknown else ""
+        lines.append(f"Together {least}{cost.money:.2f} {cost.currency}, by prices of {cost.as_of}.")
+    return (*lines, *cost.unknown, hours)
