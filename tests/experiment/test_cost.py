@@ -34,7 +34,7 @@ def prices(tmp_path: Path) -> Path:
 def finished(
     run_spec: Any, scripted: Any, lean: None, tmp_path: Path, prices: Path, capsys: pytest.CaptureFixture[str]
 ) -> tuple[ScriptedService, Path, str]:
-    """A scripted run with those prices, its service, and what it said on stderr."""
+    """A scripted run with those prices, its service, and what it log on stderr."""
     service = scripted(ScriptedService())
     run_spec(brief(), prices=prices, quiet=False)
     return service, tmp_path / "run", capsys.readouterr().err
@@ -42,7 +42,7 @@ def finished(
 
 def test_every_token_is_counted_and_priced(finished: tuple[ScriptedService, Path, str]) -> None:
     """Against what the service itself saw: prompts whole, each time; trained tokens are targets, one less a datum."""
-    service, run, said = finished
+    service, run, log = finished
     seen = {
         f"{role}/prefill": sum(call["prompt"] for call in service.samples if call["model"] == model)
         for role, model in (("policy", POLICY), ("user", USER), ("judge", JUDGE))
@@ -64,22 +64,22 @@ def test_every_token_is_counted_and_priced(finished: tuple[ScriptedService, Path
         f"prefill tokens of {USER}",
         f"sampled tokens of {USER}",
     ]
-    check_log(said)
+    check_log(log)
     check_receipt(run, seen)
 
 
-def check_log(said: str) -> None:
+def check_log(log: str) -> None:
     """A line a step and one an arm's evaluation, in a log too (stderr is no terminal here), with an ETA."""
     for step in (1, 2):
-        [line] = [line for line in said.splitlines() if f"train, step {step} of 2" in line]
+        [line] = [line for line in log.splitlines() if f"train, step {step} of 2" in line]
         assert "composite grpo 0." in line
         assert "tokens: prefill " in line
         assert "USD (prices of 2026-11-30)" in line
         assert "min of this phase to go" in line
-    totals = [float(line.split("at least ")[1].split(" USD")[0]) for line in said.splitlines() if "to go" in line]
+    totals = [float(line.split("at least ")[1].split(" USD")[0]) for line in log.splitlines() if "to go" in line]
     assert totals == sorted(totals)
     assert totals[-1] > 0
-    assert sum("evaluate, " in line and "2 of 2 episodes" in line for line in said.splitlines()) == 2
+    assert sum("evaluate, " in line and "2 of 2 episodes" in line for line in log.splitlines()) == 2
 
 
 def check_receipt(run: Path, seen: dict[str, int]) -> None:
@@ -103,7 +103,7 @@ def test_a_kill_loses_no_more_than_the_step_under_way(tmp_path: Path) -> None:
     first = Account(Timings(tmp_path / "timings.jsonl"), Budget(gpu_hours=1.0, max_wall_minutes=60.0))
     first.begin("train")
     first.usage["policy/prefill"] += 1000
-    first.settle()
+    first.record()
     first.usage["policy/prefill"] += 10
     assert first.used() == {"policy/prefill": 1010}
     after_a_kill = Account(Timings(tmp_path / "timings.jsonl"), Budget(gpu_hours=1.0, max_wall_minutes=60.0))
@@ -171,5 +171,5 @@ def test_the_plan_says_the_price_and_what_has_none(tau_bench_dir: Path, prices: 
     assert f"The price table of 2026-11-30 has no price for prefill tokens of {USER}" in text
     assert "2 hours and 2 GPU hours" in text
     assert made.to_json()["price"]["money"] > 0
-    own = plan(exp, tau_bench=tau_bench_dir)
-    assert "no price" not in "\n".join(line for section in own.sections for line in section.lines)
+    shipped = plan(exp, tau_bench=tau_bench_dir)
+    assert "no price" not in "\n".join(line for section in shipped.sections for line in section.lines)

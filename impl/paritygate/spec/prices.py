@@ -52,7 +52,7 @@ def find_prices(name: str | None, spec: Path) -> Path | None:
 def load_prices(path: Path) -> Prices:
     """The table in a file; SpecError (exit 2) with a JSON pointer for everything that is wrong with it."""
     document = read_json(path)
-    found = violations("prices", document)
-    if found:
-        raise SpecError(path, found)
+    findings = violations("prices", document)
+    if findings:
+        raise SpecError(path, findings)
     return build(Prices, document)

@@ -40,8 +40,8 @@ def tokens_at_most(exp: Experiment, prompt: int, longest: int) -> Usage:
     used[key("policy", "trained")] += proof_price(exp)[1]
     used[SAVED] = 2 * (len(exp.arms) * steps + fallbacks + 1) + len(exp.arms) + 3
     if protocol.user.kind == "model":
-        said = rollout.max_tokens_per_turn + protocol.user.max_tokens
-        used[key("user", "prefill")] += total * (turns + 1) * (USER_SYSTEM + turns * said // 2)
+        message = rollout.max_tokens_per_turn + protocol.user.max_tokens
+        used[key("user", "prefill")] += total * (turns + 1) * (USER_SYSTEM + turns * message // 2)
         used[key("user", "sampled")] += total * (turns + 1) * protocol.user.max_tokens
     if protocol.judge.kind == "model":
         used[key("judge", "prefill")] += (total - evaluated) * most + evaluated * longest
@@ -56,12 +56,12 @@ def cost_at_most(
 
     prices: a table other than the spec's. Raises SpecError (exit 2) where the table is not there or wrong.
     """
-    found = prices_of(exp, prices)
+    table = prices_of(exp, prices)
     if budget.prompt is None:
         return None
     longest = max([exp.max_seq_len, *(fit.longest for fit in fits if fit.purpose == "evaluation")])
     used = tokens_at_most(exp, budget.prompt, longest)
-    return cost_of(exp, used, (0.0, 0.0), None if found is None else found[1])
+    return cost_of(exp, used, (0.0, 0.0), None if table is None else table[1])
 
 
 def price_lines(exp: Experiment, cost: Cost | None) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ class State:
 
     def cost(self) -> Cost:
         """What the run has used so far, in tokens, hours and money."""
-        self.account.settle()
+        self.account.record()
         return cost_of(self.exp, self.account.used(), self.account.hours(), self.prices)
 
     def log(self, what: str, seconds_left: float) -> None:

@@ -42,10 +42,10 @@ async def advance(
         taken += 1
         left = (time.monotonic() - started) / taken * (steps - step - 1)
         name = " ".join(filter(None, [due[0].phase, due[0].variant]))
-        means = ", ".join(f"{run.arm.name} {said(run.steps[-1]['metrics']['composite_rubric_score'])}" for run in due)
+        means = ", ".join(f"{run.arm.name} {shown(run.steps[-1]['metrics']['composite_rubric_score'])}" for run in due)
         collector.state.log(f"{name}, step {step + 1} of {steps}: composite {means}", left)
 
 
-def said(value: float | None) -> str:
+def shown(value: float | None) -> str:
     """A mean for the log; a dash where nothing was judged."""
     return "-" if value is None else f"{value:.3f}"

@@ -112,8 +112,8 @@ def keep_prices(directory: Path, exp: Experiment, given: Path | None) -> Prices 
     copy = directory / TABLE
     if copy.is_file() and given is None:
         return load_prices(copy)
-    found = prices_of(exp, given)
-    if found is None:
+    table = prices_of(exp, given)
+    if table is None:
         return None
-    write_atomic(copy, found[0].read_bytes())
-    return found[1]
+    write_atomic(copy, table[0].read_bytes())
+    return table[1]

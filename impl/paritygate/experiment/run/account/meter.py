@@ -64,12 +64,12 @@ def metered(sampler: "Sampler", usage: Usage, role: str) -> "Sampler":
 
 
 class MeteredTrainer:
-    """A training client whose tokens are counted; `keep` is told the path of every state that it saves."""
+    """A training client whose tokens are counted; `on_save` is told the path of every state that it saves."""
 
-    def __init__(self, trainer: "Trainer", usage: Usage, keep: Callable[[str], None]) -> None:
+    def __init__(self, trainer: "Trainer", usage: Usage, on_save: Callable[[str], None]) -> None:
         self._trainer = trainer
         self._usage = usage
-        self._keep = keep
+        self._on_save = on_save
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
@@ -100,16 +100,16 @@ class MeteredTrainer:
 
     def _saved(self, path: str) -> None:
         self._usage[SAVED] += 1
-        self._keep(path)
+        self._on_save(path)
 
 
 class MeteredBackend:
     """A session whose training clients, and samplers of what they saved, are metered."""
 
-    def __init__(self, backend: "Backend", usage: Usage, keep: Callable[[str], None]) -> None:
+    def __init__(self, backend: "Backend", usage: Usage, on_save: Callable[[str], None]) -> None:
         self._backend = backend
         self._usage = usage
-        self._keep = keep
+        self._on_save = on_save
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -128,4 +128,4 @@ class MeteredBackend:
         return sampler if model_path is None else metered(sampler, self._usage, "policy")
 
     def _metered(self, trainer: "Trainer") -> "Trainer":
-        return cast("Trainer", MeteredTrainer(trainer, self._usage, self._keep))
+        return cast("Trainer", MeteredTrainer(trainer, self._usage, self._on_save))
