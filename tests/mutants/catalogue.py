@@ -1,4 +1,4 @@
-"""All mutants: those of every module of this folder that has MUTANTS or HARMLESS."""
+"""All mutants: those of every module of this folder, and of those in it, that has MUTANTS or HARMLESS."""
 
 import importlib
 from collections.abc import Iterator
@@ -9,9 +9,11 @@ from tests.mutants.mutant import Mutant
 
 def collected(kind: str) -> Iterator[Mutant]:
     """The mutants in the tuple called `kind` of each module here, the modules by name."""
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for path in sorted(here.rglob("*.py")):
         if f"\n{kind} = (" in path.read_text():
-            yield from getattr(importlib.import_module(f"tests.mutants.{path.stem}"), kind)
+            name = ".".join(path.relative_to(here).with_suffix("").parts)
+            yield from getattr(importlib.import_module(f"tests.mutants.{name}"), kind)
 
 
 MUTANTS = tuple(collected("MUTANTS"))
@@ -25,4 +27,6 @@ QUICK = (
     "clip-after-mask",
     "masked-nan-leaks",
     "gate-at-a-tie",
+    "thresholds-dropped",
+    "checkpoints-are-rounded",
 )  # killed in `make test`; `make mutants` kills all

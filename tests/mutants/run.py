@@ -1,10 +1,10 @@
 """Show that the proof can fail: every mutant dies by what it names, harmless edits survive.
 
-`python tests/mutants/run.py [NAME | OBLIGATION ...]`. A green baseline of what the mutants die by comes first: a broken
-one would kill everything. A mutant of the losses is a copy with its edits, imported in a process of its own and held to
-its obligation alone; the compiled kernels' are expressions of one library of which a number chooses one; every other is
-made in a copy of the tree, where its test runs in a pytest of its own. Exit code 1 where anything is not as the
-catalogue says, 2 for an unknown name.
+`python tests/mutants/run.py [NAME | OBLIGATION | service ...]`. A green baseline of what the mutants die by comes
+first: a broken one would kill everything. A mutant of the losses is a copy with its edits, imported in a process of its
+own and held to its obligation alone; the compiled kernels' are expressions of one library of which a number chooses
+one; an embedded server with a mistake is proved as a service; every other is made in a copy of the tree, where its test
+runs in a pytest of its own. Exit code 1 where anything is not as the catalogue says, 2 for an unknown name.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT / "impl"), str(ROOT / "reference"), str(ROOT)]
 import torch  # noqa: E402, F401 - once, before the processes part
 
 from paritygate.spec.losses import load_losses  # noqa: E402
-from tests.mutants import kernels  # noqa: E402
+from tests.mutants import hold_service, kernels  # noqa: E402
 from tests.mutants.catalogue import HARMLESS, MUTANTS  # noqa: E402
 from tests.mutants.hold import Outcome, forked, of_kernels, of_losses  # noqa: E402
 from tests.mutants.mutant import Mutant  # noqa: E402
@@ -38,6 +38,11 @@ Checked = tuple[Outcome, str | None]  # the second is what is not as the catalog
 def is_test(mutant: Mutant) -> bool:
     """Whether a test has to notice it, not an obligation."""
     return "::" in mutant.dies_by
+
+
+def is_service(mutant: Mutant) -> bool:
+    """Whether it is a service with a mistake, or a harmless one."""
+    return not is_test(mutant) and mutant.file.startswith("server/")
 
 
 @cache
@@ -173,6 +178,53 @@ def by_obligations(mutants: Sequence[Mutant], harmless: Sequence[Mutant], names:
     return complaints
 
 
+def depart(mutant: Mutant) -> Checked:
+    """A service with a mistake departs from its obligation."""
+    started = time.monotonic()
+    results = hold_service.proved(mutant, [mutant.dies_by])
+    seconds = time.monotonic() - started
+    if isinstance(results, str):
+        return Outcome("broken", results, seconds), f"{mutant.name} shows nothing: {results}"
+    result = results[mutant.dies_by]
+    if result.outcome != "departs":
+        words = f"{mutant.name} is {result.outcome} at {mutant.dies_by}: {mutant.why} ({result.because})"
+        return Outcome("green", result.because, seconds), words
+    return Outcome("red", result.because, seconds), None
+
+
+def stay(mutant: Mutant) -> Checked:
+    """A harmless service departs from nothing."""
+    started = time.monotonic()
+    results = hold_service.proved(mutant, [])
+    seconds = time.monotonic() - started
+    if isinstance(results, str):
+        return Outcome("broken", results, seconds), f"{mutant.name} shows nothing: {results}"
+    wrong = [f"{r.name} ({r.because})" for r in results.values() if r.outcome == "departs"]
+    complaint = f"{mutant.name} is right, and is said to depart from {'; '.join(wrong)}" if wrong else None
+    return Outcome("red" if wrong else "green", "; ".join(wrong), seconds), complaint
+
+
+def by_service(mutants: Sequence[Mutant], harmless: Sequence[Mutant]) -> list[str]:
+    """Baseline, departures and harmless variants of the embedded server; what is not as the catalogue says."""
+    started = time.monotonic()
+    hold_service.preload()
+    names = sorted({mutant.dies_by for mutant in mutants})
+    plain = hold_service.proved(None, names)
+    red = (
+        plain if isinstance(plain, str) else [f"{r.name}: {r.because}" for r in plain.values() if r.outcome != "holds"]
+    )
+    print(f"baseline of the service: {'red' if red else 'green'} ({time.monotonic() - started:.0f} s)", flush=True)
+    if red:
+        return [f"no departure would mean anything: {red}"]
+    checks = [("killed", depart, m) for m in mutants] + [("spared", stay, m) for m in harmless]
+    complaints: list[str] = []
+    for number, (outcome, complaint) in side_by_side([check[1:] for check in checks]):
+        word, _, mutant = checks[number]
+        complaints += [complaint] if complaint else []
+        say("WRONG" if complaint else word, mutant, outcome.seconds)
+    return complaints
+
+
 def say(word: str, mutant: Mutant, seconds: float) -> None:
     """One line about a mutant."""
     print(f"{word:<7} {mutant.name:<34} {mutant.dies_by.rpartition('::')[2]:<26} {seconds:.1f} s", flush=True)
@@ -188,14 +240,19 @@ def main(names: Sequence[str]) -> int:
         for catalogue in (MUTANTS, HARMLESS)
     )
     complaints: list[str] = []
-    losses, others = [m for m in mutants if not is_test(m)], [m for m in mutants if is_test(m)]
+    served, spared = ([m for m in chosen if is_service(m)] for chosen in (mutants, harmless))
+    losses = [m for m in mutants if not is_test(m) and not is_service(m)]
+    others, harmless = [m for m in mutants if is_test(m)], [m for m in harmless if not is_service(m)]
+    count = len(mutants) + len(harmless) + len(spared)
     if losses or harmless:
         complaints += by_obligations(losses, harmless, names)
+    if served or spared:
+        complaints += by_service(served, spared)
     if others:
         complaints += by_tests(others)
     for line in complaints:
         print(line)
-    print(f"{len(complaints)} of {len(mutants) + len(harmless)} are not as the catalogue says")
+    print(f"{len(complaints)} of {count} are not as the catalogue says")
     return 1 if complaints else 0
 
 

@@ -100,6 +100,34 @@ def test_a_wrong_key_and_a_model_that_is_not_served(
     assert "does not serve 'Qwen/Qwen3-8B'" in sentence(capsys)
 
 
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("service.Service.create_session", "this SDK is too old"),
+        ("trainers.Trainers.create", "rank 8 is not served"),
+        ("trainers.Trainers.forward_backward", "loss_fn_config is missing"),
+    ],
+)
+def test_what_every_check_starts_with_is_refused(
+    method: str, words: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """Loud faults: an SDK that is rejected, a rank that is not served, a forward whose body is read otherwise."""
+    from paritygate.server.errors import RequestError
+
+    def refuse(*_: object) -> None:
+        raise RequestError(words, 422)
+
+    monkeypatch.setattr(f"paritygate.server.sessions.{method}", refuse)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    with server.start("tiny", api_key="tml-test") as running:
+        options = ["--base-url", running.base_url, "--json", str(tmp_path / "p.json"), "--limit", "20"]
+        assert main([*options, "--only", "value/ppo"]) == 5
+    said = sentence(capsys)
+    assert "refuses what every check starts with" in said
+    assert words in said
+    assert running.base_url in said
+
+
 def test_a_proof_from_the_command(running: server.Running, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("TINKER_API_KEY", running.api_key)
     path = tmp_path / "p.json"

@@ -396,6 +396,8 @@ class Sampler:
         answer = self.connection.call(
             "compute_logprobs", lambda: self.client.compute_logprobs(types.ModelInput.from_ints(list(tokens)))
         )
+        if answer is None:
+            raise Broken("compute_logprobs: the answer has no prompt logprobs")
         return _with_nan(answer)
 
 

@@ -24,7 +24,9 @@ TARGET = (
 PERTURBATION = 1e-5  # relative, of a learning rate: harmless, but every rounding after it falls otherwise
 WEIGHT = 0.01  # the loss weights of arms: gradients far below 1, so that a hidden clipping norm of 1 is not met
 EPS = 1e-3  # of the calibrated step where the service allows the choice
-RATIOS = (0.5, 1.7, 0.7, 1.3, 0.9, 6.0, 1.0, 1.1)  # exp(logprobs - sampler logprobs), away from .6, .8, 1.2, 1.4 and 4
+# exp(logprobs - sampler logprobs): on both sides of .6, .8, 1.2, 1.4 and 4, and 0.04 nats away from them.
+RATIOS = (0.5, 1.7, 0.7, 1.3, 0.9, 6.0, 1.0, 1.1, 0.57, 1.46, 0.63, 1.33, 0.76, 1.26, 0.84, 1.14, 3.6, 4.6)
+MEAN_RATIOS = (0.5, 1.7, 0.76, 1.26, 0.84, 1.14)  # of sequences, on both sides of .8 and 1.2
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class Lab:
     """Everything that checks share, made once a run.
 
     small: use little material, for the smallest case of a departure. weight: the size of the loss weights of arms.
-    mixed: only a tiny eps is taken, so every arm adds a second, fixed gradient.
+    mixed: only a tiny eps is taken, so every arm adds a second, fixed gradient. unusable: why there is no warmed state,
+    and so nothing to start arms from.
     """
 
     connection: Connection
@@ -79,6 +82,7 @@ class Lab:
     noise: Noise = field(default_factory=Noise)
     mixed: bool = False
     weight: float = WEIGHT
+    unusable: str = ""
 
     def __post_init__(self) -> None:
         self.names = unique_names("paritygate")
@@ -139,7 +143,12 @@ class Lab:
 
     def warmed(self) -> str:
         """The path of a state after two Adam steps: B is not 0, so A has gradients too."""
+        self._check_usable()
         return self.cached("warmed", self._warm)
+
+    def _check_usable(self) -> None:
+        if self.unusable:
+            raise Undecided(f"there is no state to start from: {self.unusable}")
 
     def _warm(self) -> str:
         data = self.weighted([self.datum(24, 1), self.datum(24, 2), self.datum(24, 4)], 1.0)
@@ -186,6 +195,7 @@ class Lab:
     @property
     def adam(self) -> dict[str, float]:
         """The calibrated step: memoryless, so that nothing but the gradient matters."""
+        self._check_usable()
         return self.connection.journal.cached("calibration", self._calibrate, record=False)
 
     def arm(self, session: Session, gradients: Callable[[Trainer], object], **adam: float) -> Moved:
@@ -283,18 +293,19 @@ class Lab:
         """Data of `loss` with ratios on both sides of every clip and advantages of both signs, and explicit options."""
         data = self.data(2, 16, salt=20)
         if loss == "gspo":
-            data = self.data(4, 8, salt=21)
+            data = self.data(len(MEAN_RATIOS), 8, salt=21)
         ready: list[Datum] = []
         for index, (datum, logprobs) in enumerate(zip(data, self.logprobs(data), strict=True)):
             n = len(datum.tokens)
             place = np.arange(n)
-            ratios = np.array(RATIOS)[(place + 3 * index) % len(RATIOS)]
+            ratios = np.array(RATIOS)[(place + 4 * index) % len(RATIOS)]
             signs = np.where((place // len(RATIOS) + place + index) % 2 == 0, 1.0, -1.0)
             inputs = {"advantages": f32(scale * signs * (0.6 + 0.1 * (place % 5)))}
             if loss == "gspo":
-                mean = (0.5, 0.95, 1.05, 1.7)[index % 4]
-                ratios = mean * np.exp(0.2 * np.where(place % 2, 1.0, -1.0))
-                inputs["sequence_ratio_mask"] = (place % 4 != 3).astype(float)
+                mask = place % 4 != 3
+                spread = 0.2 * np.where(place % 2, 1.0, -1.0)
+                ratios = MEAN_RATIOS[index % len(MEAN_RATIOS)] * np.exp(spread - spread[mask].mean())
+                inputs["sequence_ratio_mask"] = mask.astype(float)
             inputs["logprobs"] = f32(logprobs - np.log(ratios))
             ready.append(datum.with_inputs(**inputs))
         config = {

@@ -12,7 +12,7 @@ from paritygate.service.connection import Connection, checked_url
 from paritygate.service.lab import Lab, Settings
 from paritygate.service.obligations import Obligations
 from paritygate.service.report import Report
-from paritygate.service.runner import Result, prepare, prove
+from paritygate.service.runner import Result, first_contact, prepare, prove
 
 
 def prove_at(
@@ -37,7 +37,7 @@ def prove_at(
     connection = Connection(url, api_key, model or "", limit=limit)
     connection.probe(10.0)
     lab = Lab(connection, settings)
-    models = list(lab.long.models())
+    models = first_contact(lab)
     connection.model = model or _only_model(models, url)
     report = Report(
         without_password(url),

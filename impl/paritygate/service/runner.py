@@ -1,6 +1,7 @@
 """Run the checks in order, judge each, confirm a departure and look for its smallest case."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,35 +29,62 @@ class Result:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-def prepare(lab: Lab) -> None:
-    """Open the session, warm and calibrate, measure the noise; BackendError in one sentence where that fails."""
+@contextmanager
+def _in_one_sentence(lab: Lab) -> Generator[None]:
+    """BackendError for what the service does not answer, or refuses, before anything can be checked."""
     try:
-        models = lab.long.models()
-        if models and lab.connection.model not in models:
-            raise BadInputError(
-                f"{lab.connection.base_url} does not serve {lab.connection.model!r}; it serves {', '.join(models)}."
-            )
-        _ = lab.warmed(), lab.adam
-        lab.noise = measure_noise(lab)
+        yield
     except NoAnswer as error:
         raise BackendError(f"{lab.connection.base_url}: {error}; a slow service needs a larger --limit.") from error
     except Refusal as error:
         raise BackendError(f"{lab.connection.base_url} refuses what every check starts with: {error}.") from error
     except Broken as error:
         raise BackendError(f"{lab.connection.base_url} fails at what every check starts with: {error}.") from error
-    except Undecided as error:
-        raise BackendError(f"{lab.connection.base_url} cannot be proved: {error}.") from error
+
+
+def first_contact(lab: Lab) -> list[str]:
+    """Open a session and ask for the models; BackendError in one sentence where that fails."""
+    with _in_one_sentence(lab):
+        return list(lab.long.models())
+
+
+def prepare(lab: Lab) -> None:
+    """Open the session, warm and calibrate, measure the noise.
+
+    Where an answer cannot be read, or no step does anything, `lab.unusable` says so, and the checks that need no warmed
+    state find out by which obligation that is. Raises BackendError in one sentence for all else.
+    """
+    models = first_contact(lab)
+    if models and lab.connection.model not in models:
+        raise BadInputError(
+            f"{lab.connection.base_url} does not serve {lab.connection.model!r}; it serves {', '.join(models)}."
+        )
+    with _in_one_sentence(lab):
+        try:
+            _ = lab.warmed(), lab.adam
+            lab.noise = measure_noise(lab)
+        except (Broken, Undecided) as error:
+            lab.unusable = str(error)
+        except Refusal as error:
+            if not error.by_sdk:
+                raise
+            lab.unusable = str(error)
 
 
 def prove(
     lab: Lab, obligations: Obligations, done: Mapping[str, Result], report: Callable[[Result], None]
 ) -> list[Result]:
-    """All results in order; those in `done` are not run again. BackendError when the service is gone."""
+    """All results in order; those in `done` are not run again.
+
+    Raises BackendError when the service is gone, or when it is unusable and no obligation says why.
+    """
     results: dict[str, Result] = {}
     for entry in obligations.entries:
         result = done.get(entry.name) or run_one(lab, entry, results)
         results[entry.name] = result
         report(result)
+    if lab.unusable and not any(result.outcome == "departs" for result in results.values()):
+        raise BackendError(f"{lab.connection.base_url} cannot be proved: {lab.unusable}.")
     return list(results.values())
 
 

@@ -17,6 +17,28 @@ from paritygate.service.outcome import Measured, Undecided
 EPS_LIMIT = 1.0  # services bound eps
 
 
+def learns(lab: Lab) -> Measured:
+    """Two Adam steps from a fresh adapter lower the loss that they are taken on."""
+    data = lab.weighted(lab.data(3, 24, salt=15), 1.0)
+    weights = np.concatenate([d.inputs["weights"] for d in data])
+    seen = 8 * lab.noise.logprob * float(np.linalg.norm(weights)) + 1e-5 * float(weights.sum())
+    fallen, rate = 0.0, 0.0
+    for rate in (1e-3, 1e-2, 1e-1):
+        with lab.session() as session:
+            trainer = session.create(lab.settings.rank, seed=11)
+            before = trainer.forward(data).flat
+            for _ in range(2):
+                trainer.forward_backward(data)
+                trainer.step(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
+            fallen = float(weights @ (trainer.forward(data).flat - before))
+        if abs(fallen) > seen:
+            break
+    because = (
+        f"two steps with learning rate {rate:g} lower the loss of {weights.sum():.3g} weights by {fallen:.3g} nats"
+    )
+    return Measured(0.0 if fallen > seen else 1.0, because)
+
+
 def cross_entropy(lab: Lab) -> Measured:
     """k times the weights with k times eps is the same step, at every size: the gradient is a sum of weights."""
     data = lab.data(2, 16, salt=7)
@@ -194,6 +216,7 @@ def cancels(lab: Lab) -> Measured:
 
 
 CHECKS = {
+    "gradient/learns": learns,
     "gradient/cross_entropy": cross_entropy,
     "gradient/cross_entropy_above_one": cross_entropy_above_one,
     "gradient/cross_entropy_negative": cross_entropy_negative,

@@ -12,10 +12,11 @@ EPS_BETAS = (0.5, 0.9)  # a small correction of the second moment: eps before it
 SDK_BETAS = (0.9, 0.95)
 OTHER_BETAS = (0.5, 0.6)
 SECOND = -2.0  # the second gradient is so many times the first; against it, so that beta1 decides much
+SMALLER = 0.3  # after it the second moment falls
 NO_STEP = 1e-12  # a learning rate that moves no weight and fills the moments
 
 
-def moments(beta1: float, beta2: float, k: float = SECOND) -> tuple[float, float]:
+def moments(beta1: float, beta2: float, k: float) -> tuple[float, float]:
     """Bias-corrected moments after gradients g and k g, in units of g and g^2."""
     return (beta1 + k) / (1 + beta1), (beta2 + k * k) / (1 + beta2)
 
@@ -24,9 +25,9 @@ def _data(lab: Lab) -> list[Datum]:
     return lab.weighted(lab.data(2, 16, salt=7))
 
 
-def _two_gradients(lab: Lab, session: Session, betas: tuple[float, float], **adam: float) -> Moved:
+def _two_gradients(lab: Lab, session: Session, betas: tuple[float, float], k: float, **adam: float) -> Moved:
     data = _data(lab)
-    second = [d.with_inputs(weights=SECOND * d.inputs["weights"]) for d in data]
+    second = [d.with_inputs(weights=k * d.inputs["weights"]) for d in data]
     settings = {**lab.adam, "beta1": betas[0], "beta2": betas[1], **adam}
 
     def send(trainer: Trainer) -> None:
@@ -37,8 +38,8 @@ def _two_gradients(lab: Lab, session: Session, betas: tuple[float, float], **ada
     return lab.arm(session, send, **settings)
 
 
-def _memoryless(lab: Lab, session: Session, betas: tuple[float, float], *, rate: float, eps: float) -> Moved:
-    m, v = moments(*betas)
+def _memoryless(lab: Lab, session: Session, betas: tuple[float, float], k: float, *, rate: float, eps: float) -> Moved:
+    m, v = moments(*betas, k)
     data = [d.with_inputs(weights=np.sign(m) * d.inputs["weights"]) for d in _data(lab)]
     return lab.arm(
         session, lambda t: t.forward_backward(data), learning_rate=rate * abs(m) / np.sqrt(v), eps=eps / np.sqrt(v)
@@ -46,33 +47,55 @@ def _memoryless(lab: Lab, session: Session, betas: tuple[float, float], *, rate:
 
 
 def both_betas(lab: Lab) -> Measured:
-    """Two gradients g and -2 g give one memoryless step with lr m / sqrt(v): both betas, both bias corrections."""
+    """Gradients g and k g give one memoryless step with lr m / sqrt(v), for a larger second one and a smaller one."""
     rate, eps = min(2 * lab.adam["learning_rate"], 9.0), lab.adam["eps"]
     betas = (lab.settings.beta1, lab.settings.beta2)
     others = OTHER_BETAS if betas == SDK_BETAS else SDK_BETAS
+    each: list[Measured] = []
     with lab.session() as session:
-        got = _two_gradients(lab, session, betas, learning_rate=rate)
-        want = _memoryless(lab, session, betas, rate=rate, eps=eps)
-        wrong = _memoryless(lab, session, others, rate=rate, eps=eps)
-        gap, seen = lab.distance(got, want), lab.distance(wrong, want)
-    because = f"with betas {betas} the step is {gap:.3g} (relative) from Adam's; betas {others} would be {seen:.3g} off"
-    return Measured(gap, because, seen, lab.step_noise(want))
+        for k in (SECOND, SMALLER):
+            got = _two_gradients(lab, session, betas, k, learning_rate=rate)
+            want = _memoryless(lab, session, betas, k, rate=rate, eps=eps)
+            wrong = _memoryless(lab, session, others, k, rate=rate, eps=eps)
+            gap, seen = lab.distance(got, want), lab.distance(wrong, want)
+            because = f"betas {betas}, then {k:g} times the gradient: the step is {gap:.3g} (relative) from Adam's"
+            each.append(Measured(gap, f"{because}; betas {others} would be {seen:.3g} off", seen, lab.step_noise(want)))
+    return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
 
 
 def eps(lab: Lab) -> Measured:
     """eps is added after the root of the corrected second moment: the same equality, where eps is what is large."""
     if lab.mixed:
-        raise Undecided("the service takes only a tiny eps")
+        return _eps_ignored(lab)
     size = min(8 * lab.adam["eps"], EPS_LIMIT)
     rate = min(4 * lab.adam["learning_rate"], 9.0)
     with lab.session() as session:
-        got = _two_gradients(lab, session, EPS_BETAS, eps=size, learning_rate=rate)
-        want = _memoryless(lab, session, EPS_BETAS, rate=rate, eps=size)
+        got = _two_gradients(lab, session, EPS_BETAS, SECOND, eps=size, learning_rate=rate)
+        want = _memoryless(lab, session, EPS_BETAS, SECOND, rate=rate, eps=size)
         # Added before the bias correction of the second moment, as some libraries do.
-        wrong = _memoryless(lab, session, EPS_BETAS, rate=rate, eps=size / np.sqrt(1 - EPS_BETAS[1] ** 2))
+        wrong = _memoryless(lab, session, EPS_BETAS, SECOND, rate=rate, eps=size / np.sqrt(1 - EPS_BETAS[1] ** 2))
         gap, seen = lab.distance(got, want), lab.distance(wrong, want)
     because = f"with eps {size:.3g} the step is {gap:.3g} (relative) from Adam's; before the correction: {seen:.3g}"
     return Measured(gap, because, seen, lab.step_noise(want))
+
+
+def _eps_ignored(lab: Lab) -> Measured:
+    """Where no eps that is taken makes a step smaller: does eps = 1 do nothing to a gradient that is far below 1?"""
+    tiny = lab.weighted(lab.data(2, 16, salt=7), 1e-4 * lab.weight)
+    with lab.session() as session:
+        trainers = [session.restore(lab.warmed()) for _ in range(2)]
+        for trainer, eps in zip(trainers, (EPS_LIMIT, lab.adam["eps"]), strict=True):
+            trainer.forward_backward(tiny)
+            try:
+                trainer.step(**{**lab.adam, "eps": eps})
+            except Refusal:
+                raise Undecided("the service takes only a tiny eps") from None
+        large, small = (lab.change(trainer) for trainer in trainers)
+    factor = large.rms / small.rms if small.rms > 0 else 0.0
+    because = f"with weights of {1e-4 * lab.weight:.1g} the step with eps 1 is {factor:.3g} times that with a tiny eps"
+    if factor < 0.5:
+        raise Undecided(f"the service takes only a tiny eps where checks need one; {because}")
+    return Measured(factor, f"{because}: eps has no effect")
 
 
 def learning_rate(lab: Lab) -> Measured:
@@ -116,13 +139,24 @@ def decay_twice(lab: Lab) -> Measured:
     return Measured(gap, f"0.5 twice and 0.25 once are {gap:.3g} (relative) apart", seen, lab.step_noise(want))
 
 
+def decay_all(lab: Lab) -> Measured:
+    """A and B both decay: each halved once more, what the adapter adds to the model is a quarter."""
+    with lab.session() as session:
+        base = lab.change(session.create(lab.settings.rank, seed=12)).change
+        once, twice = (_decayed(lab, session, product).change - base for product in (0.8, 0.9))
+    _, factor = scale_of(twice, once)
+    because = f"where the weights are 0.1 instead of 0.2 of what they were, the adapter adds {factor:.4g} times as much"
+    noise = 6 * lab.noise.logprob / max(float(np.sqrt(np.mean(once**2))), 1e-30)
+    return Measured(abs(4 * factor - 1), because, 1.0, noise)
+
+
 def clip_off(lab: Lab) -> Measured:
     """Without grad_clip_norm nothing is clipped: 200 times the gradient with 200 times eps is the same step."""
-    data = lab.data(2, 16, salt=7)
-    top = EPS_LIMIT / lab.adam["eps"] if lab.adam["eps"] > 0 else 0.0
-    if top < 16:
-        raise Undecided(f"gradients can be made {top:.3g} times as large only: eps ends at {EPS_LIMIT:g}")
-    return homogeneity(lab, data, [np.ones(len(d.tokens)) for d in data], (min(200.0, top),))
+    if lab.mixed:
+        raise Undecided("the service takes only a tiny eps, at which Adam does not see the size of a gradient")
+    data, eps = lab.data(2, 16, salt=7), lab.adam["eps"]
+    unit = min(1.0, EPS_LIMIT / (200 * eps))  # eps ends at 1: where the calibrated one is large, begin lower
+    return homogeneity(lab, data, [unit * np.ones(len(d.tokens)) for d in data], (200.0,), unit)
 
 
 def clip(lab: Lab) -> Measured:
@@ -136,7 +170,11 @@ def clip(lab: Lab) -> Measured:
             return lab.arm(session, lambda t: t.forward_backward(data), **adam)
 
     plain = arm(grad_clip_norm=0.0)
-    norm = _norm(lab)
+    try:
+        norm = gradient_norm(lab)
+    except Undecided as error:
+        want = arm(eps=10 * eps)
+        return Measured(lab.distance(plain, want), f"{error}", None, lab.step_noise(want))
     loose = lab.distance(arm(grad_clip_norm=1.01 * norm), plain)
     tight, want = arm(grad_clip_norm=0.1 * norm), arm(eps=10 * eps)
     bound, seen = lab.distance(tight, want), lab.distance(plain, want)
@@ -148,7 +186,7 @@ def clip(lab: Lab) -> Measured:
     return Measured(worst, because, seen, lab.step_noise(want))
 
 
-def _norm(lab: Lab) -> float:
+def gradient_norm(lab: Lab) -> float:
     """|g| in the service: c / f where clipping at c has the step of (f g, eps), which is that of (g, eps / f)."""
     return lab.connection.journal.cached("norm", lambda: _solve_norm(lab), record=False)
 
@@ -190,7 +228,7 @@ def absolute(lab: Lab) -> Measured:
     """A small step along the gradient lowers the loss by lr / eps |g|^2: no factor is hidden in the gradient."""
     if lab.mixed:
         raise Undecided("the service takes only a tiny eps")
-    data, norm, eps = _data(lab), _norm(lab), EPS_LIMIT
+    data, norm, eps = _data(lab), gradient_norm(lab), EPS_LIMIT
     rate = min(3.0, 110 * lab.adam["learning_rate"])
 
     def loss(sign: float) -> float:
@@ -252,6 +290,7 @@ CHECKS = {
     "optimiser/learning_rate": learning_rate,
     "optimiser/decay": decay,
     "optimiser/decay_twice": decay_twice,
+    "optimiser/decay_all": decay_all,
     "optimiser/clip_off": clip_off,
     "optimiser/clip": clip,
     "gradient/absolute": absolute,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from paritygate.service.checks.state import MULTIPLE
 from paritygate.service.chi_square import chi_square
 from paritygate.service.client import Array, Datum, Sampled, Sampler, Trainer
 from paritygate.service.lab import Lab, sampler_noise
@@ -135,18 +136,25 @@ def _forward(trainer: Trainer, data: Sequence[Datum]) -> list[Array]:
 def temperature_logprobs(lab: Lab) -> Measured:
     """Which logprobs come with samples at temperature 0.5: the model's or the tempered distribution's."""
     t = trained(lab)
-    draws = draw(lab, t, 64, temperature=0.5, seed=3)
+    draws = draw(lab, t, 512, temperature=0.5, seed=3)
     tokens = sorted({sequence.tokens[0] for sequence in draws if sequence.logprobs is not None})
     if len(tokens) < 3:
-        raise Undecided(f"{len(tokens)} different tokens with logprobs in 64 draws at temperature 0.5")
+        raise Undecided(f"{len(tokens)} different tokens with logprobs in {len(draws)} draws at temperature 0.5")
     got = np.array([next(s.logprobs[0] for s in draws if s.tokens[0] == k and s.logprobs is not None) for k in tokens])
     model = next_logprobs(lab, t, tokens)
     raw = float(np.abs(got - model).max())
     tempered = float(np.abs((got - got.mean()) - (model - model.mean()) / 0.5).max())  # up to the common normaliser
     if not tempered < raw:
         return Measured(raw, f"logprobs at temperature 0.5 are the model's, to {raw:.3g} nats", tempered, nats(lab))
-    because = f"logprobs at temperature 0.5 are the tempered distribution's, to {tempered:.3g} nats"
+    total, once = float(np.exp(got).sum()), _drawn_once(draws) / len(draws)  # what was not drawn has about that share
+    because = f"logprobs at temperature 0.5 are the tempered distribution's, to {tempered:.3g} nats and a constant"
+    if not 1 - 2 * once - 0.1 <= total <= 1 + 2 * nats(lab) + 0.001:
+        return Measured(abs(np.log(total)), f"{because}: the tokens drawn have {total:.3g} of the probability", None)
     return Measured(tempered, because, raw, 2 * nats(lab))
+
+
+def _drawn_once(draws: Sequence[Any]) -> int:
+    return list(Counter(sequence.tokens[0] for sequence in draws).values()).count(1)
 
 
 # ---------------------------------------------------------------------- distributions
@@ -277,14 +285,16 @@ def _sequences(answer: Sampled) -> list[tuple[int, ...]]:
 
 
 def seed_repeats(lab: Lab) -> Measured:
-    """One seed twice gives the same samples, another seed others; noise may turn a few draws."""
+    """One seed twice gives the same samples, other seeds others; noise may turn a few draws."""
     t = trained(lab)
-    first, again, other = (
-        _sequences(t.sampler.sample(t.prompt, 48, max_tokens=1, temperature=1.0, seed=s, stop=[])) for s in (21, 21, 22)
+    far = 21 + MULTIPLE
+    first, *others = (
+        _sequences(t.sampler.sample(t.prompt, 48, max_tokens=1, temperature=1.0, seed=s, stop=[]))
+        for s in (21, 21, 22, far)
     )
-    changed = float(np.mean([a != b for a, b in zip(first, again, strict=True)]))
-    contrast = float(np.mean([a != b for a, b in zip(first, other, strict=True)]))
-    because = f"seed 21 twice: {changed:.0%} of 48 draws differ; seeds 21 and 22: {contrast:.0%}"
+    changed, near, other = (float(np.mean([a != b for a, b in zip(first, s, strict=True)])) for s in others)
+    contrast = min(near, other)
+    because = f"seed 21 twice: {changed:.0%} of 48 draws differ; seeds 21 and 22: {near:.0%}; 21 and {far}: {other:.0%}"
     if contrast < 0.2:
         return Measured(1.0, f"{because}: the seed has no effect")
     return Measured(changed, because, contrast)

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from paritygate.service.checks.sampling import forward_logprobs, nats, trained
 from paritygate.service.client import Datum, Trainer
-from paritygate.service.lab import Lab
+from paritygate.service.lab import Lab, f32
 from paritygate.service.outcome import Measured, Undecided
 
 MANY = 1030  # the SDK sends at most 1024 datums a request
@@ -130,6 +131,41 @@ def many(lab: Lab) -> Measured:
     )
 
 
+def mixed_targets(lab: Lab) -> Measured:
+    """A call may hold targets (N,) and (N, K): it is each datum in a call of its own."""
+    narrow, other = lab.weighted(lab.data(2, 8, salt=34, least=2))
+    targets = np.stack([np.roll(other.targets, shift) for shift in (0, 1, 2)], axis=1)
+    weights = lab.weight * np.resize([1.0, 0.5, -0.5, 2.0], targets.shape)
+    wide = Datum(other.tokens, targets, {"weights": f32(weights)})
+
+    def each(trainer: Trainer) -> None:
+        trainer.forward_backward([narrow])
+        trainer.forward_backward([wide])
+
+    return _same(
+        lab,
+        "targets of one and of two axes in one call, and in two",
+        lambda t: t.forward_backward([narrow, wide]),
+        each,
+        lambda t: t.forward_backward([narrow]),
+    )
+
+
+def long(lab: Lab) -> Measured:
+    """A long sequence: its beginning has the logprobs that it has alone, its end those of the sampler."""
+    t = trained(lab)
+    tokens = lab.tokens(100 if lab.small else 400, 35)
+    whole = forward_logprobs(t.trainer, tokens)
+    begun, scored = forward_logprobs(t.trainer, tokens[:24]), t.sampler.logprobs(tokens)[1:]
+    gaps = {
+        "of its beginning alone": float(np.abs(whole[: len(begun)] - begun).max()),
+        "of the sampler": float(np.abs(whole - scored).max()),
+    }
+    name = max(gaps, key=gaps.__getitem__)
+    because = f"a sequence of {len(tokens)} tokens has logprobs {gaps[name]:.3g} nats from those {name}"
+    return Measured(gaps[name], because, float(np.abs(np.roll(whole, 1) - whole).max()), nats(lab))
+
+
 CHECKS = {
     "sums/duplicate": duplicate,
     "sums/split": split,
@@ -138,4 +174,6 @@ CHECKS = {
     "sums/ragged_logprobs": ragged_logprobs,
     "sums/copies": copies,
     "sums/many": many,
+    "sums/long": long,
+    "sums/mixed_targets": mixed_targets,
 }

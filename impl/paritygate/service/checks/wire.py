@@ -34,7 +34,8 @@ def verbs(lab: Lab) -> Measured:
     failed: list[str] = []
     refused: list[str] = []
     with lab.session() as session:
-        trainer = session.restore(lab.warmed())
+        trainer = session.create(lab.settings.rank, seed=11) if lab.unusable else session.restore(lab.warmed())
+        adam = {"learning_rate": 1e-3} if lab.unusable else lab.adam
         paths: dict[str, str] = {}
 
         def saved(verb: str, save: Callable[[str], str]) -> Callable[[], object]:
@@ -44,7 +45,7 @@ def verbs(lab: Lab) -> Measured:
             "get_info": trainer.info,
             "forward": lambda: trainer.forward(data),
             "forward_backward": lambda: trainer.forward_backward(data),
-            "optim_step": lambda: trainer.step(**lab.adam),
+            "optim_step": lambda: trainer.step(**adam),
             "save_state": saved("state", trainer.save),
             "save_weights_for_sampler": saved("sampler", trainer.save_for_sampler),
             "save_weights_and_get_sampling_client": trainer.snapshot,
@@ -76,6 +77,24 @@ def loss_sum(lab: Lab) -> Measured:
     missing = [verb for verb, out in outs.items() if out.loss is None]
     because = f"metrics: { ({verb: sorted(out.metrics) for verb, out in outs.items()}) }; without loss:sum: {missing}"
     return Measured(float(len(missing)), because)
+
+
+def outputs(lab: Lab) -> Measured:
+    """The SDK reads a logprob for each target of each datum, from both verbs, of a fresh adapter."""
+    data = lab.weighted([lab.datum(length, 84_000 + length) for length in ((2, 3) if lab.small else (1, 9, 5))], 1.0)
+    wrong: list[str] = []
+    with lab.session() as session:
+        trainer = session.create(lab.settings.rank, seed=11)
+        for verb, call in {"forward": trainer.forward, "forward_backward": trainer.forward_backward}.items():
+            try:
+                call(data)
+            except Refusal as error:
+                if not error.by_sdk:
+                    raise
+                wrong.append(f"{verb} ({error})")
+            except Broken as error:
+                wrong.append(f"{verb} ({error})")
+    return Measured(float(len(wrong)), f"of 2 verbs {len(wrong)} are answered with something else: {wrong}")
 
 
 def repeated_request(lab: Lab) -> Measured:
@@ -146,7 +165,7 @@ def refused(lab: Lab, what: str, bad: Callable[[Lab, Trainer, float], object], *
 
     harmless: it may also be accepted, as long as the state stays.
     """
-    limit = max(20.0, 20 * lab.connection.slowest)
+    limit = min(lab.connection.limit, max(20.0, 20 * lab.connection.slowest))
     with lab.session() as session:
         trainer = session.restore(lab.warmed())
         try:
@@ -262,6 +281,7 @@ def _all_refused(lab: Lab, calls: dict[str, Callable[[Session], object]], connec
 CHECKS = {
     "wire/models": models,
     "wire/verbs": verbs,
+    "wire/outputs": outputs,
     "wire/loss_sum": loss_sum,
     "wire/repeated_request": repeated_request,
     "wire/refuses_unknown_loss": partial(refused, what="an unknown loss", bad=_unknown_loss),
