@@ -244,48 +244,54 @@ class Lab:
 
     def _calibrate(self) -> dict[str, float]:
         """Find a learning rate that moves the probes by TARGET, and an eps at which the gradient's size matters."""
-        data = self.weighted(self.data(2, 16, salt=7))
         base = {"learning_rate": 1e-3, "beta1": 0.0, "beta2": 0.0, "eps": 1e-12}
+        moved = 0.0
         with self.session() as session:
-            held = self.held()
-            start = held.forward(self.probes()).flat
-
-            def size(scale: float = 1.0, **adam: float) -> float:
-                trainer = session.restore(self.warmed())
-                trainer.forward_backward([d.with_inputs(weights=f32(scale * d.inputs["weights"])) for d in data])
-                trainer.step(**adam)
-                return float(np.sqrt(np.mean((trainer.forward(self.probes()).flat - start) ** 2)))
-
-            moved = 0.0
             for _ in range(5):
-                moved = size(**base)
+                moved = self._size(session, 1.0, base)
                 if 0.7 * TARGET < moved < 1.4 * TARGET:
                     break
                 base["learning_rate"] = min(base["learning_rate"] * min(10.0, TARGET / max(moved, 1e-6)), 5.0)
             if not moved > 0:
                 raise Undecided("one step on cross_entropy from the restored state moved no logprob")
-        with self.session() as session:
-            low, high, middle, share = -9.0, 0.0, -9.0, 1.0
-            for _ in range(6):
-                middle = (low + high) / 2
-                try:
-                    share = size(**{**base, "eps": 10**middle}) / moved
-                except Refusal:  # a bound on eps
-                    high = middle
-                    continue
-                if 0.15 < share < 0.5:
-                    break
-                low, high = (middle, high) if share >= 0.5 else (low, middle)
-            else:
-                self.mixed = True
-                return base
-            rate, eps = min(base["learning_rate"] / share, 9.0), 10**middle
-            # A smaller gradient with an eps as much smaller is the same step, and leaves room for 200 times as much.
-            smaller = min(1.0, EPS / eps)
-            again = size(smaller, **{**base, "eps": smaller * eps}) / moved
+        for _ in range(2):
+            with self.session() as session:
+                found = self._calibrate_eps(session, base, moved)
+                if found is None:
+                    self.mixed = True
+                    return base
+                eps, share = found
+                # A smaller gradient with an eps as much smaller is the same step, and leaves room for larger ones.
+                smaller = min(1.0, EPS / eps)
+                again = self._size(session, smaller, {**base, "eps": smaller * eps}) / moved
             if abs(again / share - 1) < 0.1:
                 self.weight, eps = self.weight * smaller, smaller * eps
-        return {**base, "eps": eps, "learning_rate": rate}
+                break
+            self.weight *= 0.01  # a service may clip, asked for or not: look where gradients are far below 1
+        return {**base, "eps": eps, "learning_rate": min(base["learning_rate"] / share, 9.0)}
+
+    def _calibrate_eps(self, session: Session, base: Mapping[str, float], moved: float) -> tuple[float, float] | None:
+        """(eps, the share of the step that is left with it); None where only a tiny eps is taken."""
+        low, high = -9.0, 0.0
+        for _ in range(6):
+            middle = (low + high) / 2
+            try:
+                share = self._size(session, 1.0, {**base, "eps": 10**middle}) / moved
+            except Refusal:  # a bound on eps
+                high = middle
+                continue
+            if 0.15 < share < 0.5:
+                return 10**middle, share
+            low, high = (middle, high) if share >= 0.5 else (low, middle)
+        return None
+
+    def _size(self, session: Session, scale: float, adam: Mapping[str, float]) -> float:
+        """The root mean square by which a step on `scale` times the weights moves the probes, in nats."""
+        start = self.held().forward(self.probes()).flat
+        trainer = session.restore(self.warmed())
+        trainer.forward_backward(self.weighted(self.data(2, 16, salt=7), scale * self.weight))
+        trainer.step(**adam)
+        return float(np.sqrt(np.mean((trainer.forward(self.probes()).flat - start) ** 2)))
 
     # ------------------------------------------------------------------ losses at the warmed state
 

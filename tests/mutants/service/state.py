@@ -148,8 +148,9 @@ STATE = (
         "train_mlp and train_unembed are ignored: attention alone is trained (rows 36, 51, 83, 91)",
         "state/flags",
         WIRE,
-        'mlp=config.flag("train_mlp", True),\n        unembed=config.flag("train_unembed", True),',
-        "mlp=False,\n        unembed=False,",
+        'attn=config.flag("train_attn", True),\n        mlp=config.flag("train_mlp", True),\n'
+        '        unembed=config.flag("train_unembed", True),',
+        "attn=True,\n        mlp=False,\n        unembed=False,",
     ),
     Mutant(
         "unembed-flag-ignored",

@@ -225,13 +225,16 @@ def _solve_norm(lab: Lab) -> float:
 
 
 def absolute(lab: Lab) -> Measured:
-    """A small step along the gradient lowers the loss by lr / eps |g|^2: no factor is hidden in the gradient."""
+    """A small step along the gradient lowers the loss by lr / eps |g|^2: no factor is hidden in the gradient.
+
+    The even powers of the step cancel between both directions, the third between two sizes.
+    """
     if lab.mixed:
         raise Undecided("the service takes only a tiny eps")
     data, norm, eps = _data(lab), gradient_norm(lab), EPS_LIMIT
     rate = min(3.0, 110 * lab.adam["learning_rate"])
 
-    def loss(sign: float) -> float:
+    def loss(sign: float, rate: float) -> float:
         signed = [d.with_inputs(weights=sign * d.inputs["weights"]) for d in data]
         with lab.session() as session:
             trainer = session.restore(lab.warmed())
@@ -240,10 +243,11 @@ def absolute(lab: Lab) -> Measured:
             logprobs = trainer.forward(data).logprobs
         return -sum(float((d.inputs["weights"] * p).sum()) for d, p in zip(data, logprobs, strict=True))
 
-    fallen = (loss(-1.0) - loss(1.0)) / 2  # the even powers of the step cancel
+    whole, half = ((loss(-1.0, size) - loss(1.0, size)) / 2 for size in (rate, rate / 2))
+    fallen = (8 * half - whole) / 3
     factor = norm**2 * rate / eps / fallen if fallen > 0 else np.inf
     weights = np.concatenate([d.inputs["weights"] for d in data])
-    noise = 4 * lab.noise.logprob * float(np.linalg.norm(weights)) / max(abs(fallen), 1e-30)
+    noise = 12 * lab.noise.logprob * float(np.linalg.norm(weights)) / max(abs(fallen), 1e-30) + 6 * lab.noise.step
     because = (
         f"along a gradient of norm {norm:.4g} a step of {rate / eps:.3g} lowers the loss by {fallen:.4g}: the gradient "
         f"is {factor:.4g} times that of the loss"
