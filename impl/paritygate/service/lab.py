@@ -254,6 +254,7 @@ class Lab:
                 base["learning_rate"] = min(base["learning_rate"] * min(10.0, TARGET / max(moved, 1e-6)), 5.0)
             if not moved > 0:
                 raise Undecided("one step on cross_entropy from the restored state moved no logprob")
+        eps = share = 1.0
         for _ in range(2):
             with self.session() as session:
                 found = self._calibrate_eps(session, base, moved)

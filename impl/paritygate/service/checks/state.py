@@ -163,10 +163,9 @@ def flags(lab: Lab) -> Measured:
 
 def flags_restored(lab: Lab) -> Measured:
     """The flags and the rank of an adapter come back with its state, whichever flag is off."""
-    memoryless = {"beta1": 0.0, "beta2": 0.0}
     each: list[Measured] = []
     with lab.session() as session:
-        whole = _next_step(lab, _flagged(lab, session), **memoryless)
+        whole = _next_step(lab, _flagged(lab, session), beta1=0.0, beta2=0.0)
     for flag in FLAGS:
         with lab.session() as session:
             trainer = _flagged(lab, session, **{flag: False})
@@ -178,7 +177,7 @@ def flags_restored(lab: Lab) -> Measured:
             rank_back = back.info().lora_rank
             if rank is not None and rank_back is not None and rank != rank_back:
                 return Measured(1.0, f"an adapter of rank {rank} was restored with rank {rank_back}")
-            want, got = _next_step(lab, trainer, **memoryless), _next_step(lab, back, **memoryless)
+            want, got = _next_step(lab, trainer, beta1=0.0, beta2=0.0), _next_step(lab, back, beta1=0.0, beta2=0.0)
             gap, seen = lab.distance(got, want), lab.distance(whole, want)
         because = f"with {flag}=False the step after a restore is {gap:.3g} (relative) from the uninterrupted one"
         each.append(Measured(gap, because, seen, lab.step_noise(want)))
