@@ -122,10 +122,10 @@ def test_what_every_check_starts_with_is_refused(
     with server.start("tiny", api_key="tml-test") as running:
         options = ["--base-url", running.base_url, "--json", str(tmp_path / "p.json"), "--limit", "20"]
         assert main([*options, "--only", "value/ppo"]) == 5
-    said = sentence(capsys)
-    assert "refuses what every check starts with" in said
-    assert words in said
-    assert running.base_url in said
+    words_shown = sentence(capsys)
+    assert "refuses what every check starts with" in words_shown
+    assert words in words_shown
+    assert running.base_url in words_shown
 
 
 def test_a_proof_from_the_command(running: server.Running, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

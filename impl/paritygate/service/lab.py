@@ -257,11 +257,11 @@ class Lab:
         eps = share = 1.0
         for _ in range(2):
             with self.session() as session:
-                found = self._calibrate_eps(session, base, moved)
-                if found is None:
+                eps_and_share = self._calibrate_eps(session, base, moved)
+                if eps_and_share is None:
                     self.mixed = True
                     return base
-                eps, share = found
+                eps, share = eps_and_share
                 # A smaller gradient with an eps as much smaller is the same step, and leaves room for larger ones.
                 smaller = min(1.0, EPS / eps)
                 again = self._size(session, smaller, {**base, "eps": smaller * eps}) / moved

@@ -6,7 +6,7 @@ from paritygate.service.checks.gradient import EPS_LIMIT, homogeneity
 from paritygate.service.client import Datum, Session, Trainer
 from paritygate.service.connection import Refusal
 from paritygate.service.lab import Lab, Moved, scale_of
-from paritygate.service.outcome import Measured, Undecided
+from paritygate.service.outcome import CONTRAST, Measured, Undecided
 
 EPS_BETAS = (0.5, 0.9)  # a small correction of the second moment: eps before it would be more than twice as large
 SDK_BETAS = (0.9, 0.95)
@@ -60,7 +60,8 @@ def both_betas(lab: Lab) -> Measured:
             gap, seen = lab.distance(got, want), lab.distance(wrong, want)
             because = f"betas {betas}, then {k:g} times the gradient: the step is {gap:.3g} (relative) from Adam's"
             each.append(Measured(gap, f"{because}; betas {others} would be {seen:.3g} off", seen, lab.step_noise(want)))
-    return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
+    telling = [m for m in each if m.contrast is not None and m.contrast >= CONTRAST * max(m.noise, 0.005)]
+    return max(telling or each[:1], key=lambda measured: measured.figure / max(measured.noise, 0.005))
 
 
 def eps(lab: Lab) -> Measured:
