@@ -1,6 +1,7 @@
-"""A run in a process of its own, to be killed: SPEC OUTPUT TAU_BENCH [--resume] [--vocabularies].
+"""A run in a process of its own, to be killed: SPEC OUTPUT TAU_BENCH [--resume] [--foreign].
 
-With a stub for the guard, and, for a foreign service, stand-ins for vocabularies that are in no package.
+With a stub for the guard; at a foreign service with stand-ins for vocabularies that are in no package, the real page,
+and its log on stderr.
 """
 
 import sys
@@ -23,14 +24,16 @@ def main() -> int:
         return []
 
     stub_guard.install()
-    if "--vocabularies" in sys.argv:
+    foreign = "--foreign" in sys.argv
+    if foreign:
         harmony_bytes.stand_in()
+    else:
+        report.write = lambda directory: (Path(directory) / "report.html").write_text("page")
     paths.model_comparisons = none
-    report.write = lambda directory: (Path(directory) / "report.html").write_text("page")
     spec, output, data = sys.argv[1:4]
     try:
         resume = "--resume" in sys.argv
-        experiment.run(load(spec), root=ROOT, output=Path(output), resume=resume, tau_bench=data, quiet=True)
+        experiment.run(load(spec), root=ROOT, output=Path(output), resume=resume, tau_bench=data, quiet=not foreign)
     except ParityGateError as error:
         print(error, file=sys.stderr)
         return error.exit_code
