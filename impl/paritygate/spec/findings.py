@@ -7,6 +7,7 @@ from paritygate.spec.error import Finding, pointer
 from paritygate.spec.experiment import ArmKind, Experiment
 from paritygate.spec.pins import TAU_BENCH, is_pinned, tau_bench_commit, unknown_pins
 from paritygate.spec.protocol import TaskSelection
+from paritygate.spec.schema import load_schema
 
 SPLIT_SIZES = {"train": 500, "dev": 20, "test": 115}  # tau-bench retail at the pinned commit
 
@@ -21,6 +22,8 @@ NUMERIC_METRICS = frozenset(
     }
 )
 NAME_METRICS = frozenset({"executed_base_model"})
+
+OF_ONE_KIND = {"hybrid_weight": "hybrid", "top_k": "sdpo_logit"}  # keys of an arm -> the kind that reads them
 
 # What the protocol does whatever the arms are; a spec that says otherwise describes another experiment.
 FIXED_FEATURES = {
@@ -134,6 +137,10 @@ def _arms(exp: Experiment) -> Iterator[Finding]:
             yield Finding(f"/arms/{index}/lr", f"{arm.lr} is not the optimizer's {exp.optimizer.lr}")
         if arm.seed != exp.arms[0].seed:
             yield Finding(f"/arms/{index}/seed", "arms differ only in the advantage, so in no seed")
+        for key, kind in OF_ONE_KIND.items():
+            default = load_schema("experiment")["$defs"]["arm"]["properties"][key]["default"]
+            if arm.kind != kind and getattr(arm, key) != default:
+                yield Finding(f"/arms/{index}/{key}", f"an arm of kind {arm.kind} has none, {kind} has")
     if exp.comparison.treatment == exp.comparison.baseline:
         yield Finding("/protocol/comparison", "treatment and baseline are the same arm")
 
@@ -210,6 +217,8 @@ def _partners(exp: Experiment) -> Iterator[Finding]:
     for name, partner in (("user", exp.protocol.user), ("judge", exp.protocol.judge)):
         if partner.kind == "model" and partner.model is None:
             yield Finding(f"/protocol/{name}/model", "kind is model, so name one")
+    if exp.protocol.service.embedded_model is None and exp.protocol.service.embedded_dtype != "float32":
+        yield Finding("/protocol/service/embedded_dtype", "there is no embedded model that it could be the dtype of")
     if exp.protocol.user.kind == "model" and "{instruction}" not in exp.protocol.user.prompt:
         yield Finding("/protocol/user/prompt", "must say {instruction} where the task's instruction belongs")
 
