@@ -171,8 +171,11 @@ def test_episodes_leak_no_memory_no_task_and_no_connection(tiny, tau_bench_dir):
     tasks, sockets, files, memory, ours = zip(*counts, strict=True)
     assert max(ours[1:]) <= ours[0]  # no episode, trajectory, user or database stays alive
     assert max(tasks[1:]) <= tasks[0]
-    assert max(sockets[1:]) <= sockets[0] + 4  # pools may grow to their width, and no further
-    assert max(files[1:]) <= files[0] + 8
+    # A pool may grow by one connection for each of the 8 episodes side by side, and both ends are in this process;
+    # one that every episode left open would be 16 by the third batch, 32 ends.
+    assert max(sockets[1:]) <= sockets[0] + 2 * 8
+    others = [all_files - ends for all_files, ends in zip(files, sockets, strict=True)]
+    assert max(others[1:]) <= others[0] + 4
     # Allocators settle within the first batches, and the server, in this process too, keeps answers for a while.
     settled = len(memory) // 3
     assert memory[-1] - memory[settled] < (episodes - 8 * settled) * 100_000 + 15_000_000

@@ -67,8 +67,9 @@ def test_the_official_codes_numbers_are_those_of_the_golden_file() -> None:
     case, x = recorded("sdpo_official"), inputs()
     [theirs] = [c for c in golden("sdpo_losses_official")["cases"] if c["name"] == case["case"]]
     assert case["loss"] == theirs["loss"]
-    np.testing.assert_array_equal(case["student_logprobs"], x["student_logprobs"])
-    np.testing.assert_array_equal(case["teacher_logprobs"], x["teacher_logprobs"])
+    # exp and log of NumPy differ in the last bit between vector classes (AVX2, AVX-512).
+    np.testing.assert_array_max_ulp(np.array(case["student_logprobs"]), x["student_logprobs"], maxulp=2)
+    np.testing.assert_array_max_ulp(np.array(case["teacher_logprobs"]), x["teacher_logprobs"], maxulp=2)
     np.testing.assert_array_equal(case["mask"], x["distilled"])
     sampled = sampled_gradient(-np.array(case["gradient"]))
     np.testing.assert_allclose(sampled, theirs["grad_student_logits"], rtol=0, atol=3e-16)
