@@ -9,7 +9,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 sys.pycache_prefix = os.devnull  # no cached bytecode of ours can lie there: a poisoned one is not read
-from paritygate.bootstrap import bootstrap, exit_code  # noqa: E402
+from paritygate.bootstrap import Parser, bootstrap, exit_code  # noqa: E402
 from paritygate.errors import BadInputError  # noqa: E402
 
 EXIT_CODES = "exit codes: 0 done; 2 bad input; 3 refused; 4 stopped by a gate; 5 the service failed (--resume); 1 a bug"
@@ -17,7 +17,7 @@ EXIT_CODES = "exit codes: 0 done; 2 bad input; 3 refused; 4 stopped by a gate; 5
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The parsed command line; argparse itself exits with 2 and one sentence."""
-    parser = argparse.ArgumentParser("run.py", description="Run the experiment that a spec names.", epilog=EXIT_CODES)
+    parser = Parser("run.py", description="Run the experiment that a spec names.", epilog=EXIT_CODES)
     parser.add_argument("--spec", required=True, metavar="FILE", help="the spec, anywhere (spec/sdpo.json)")
     parser.add_argument("--output", type=Path, metavar="PATH", help="run directory, or a .json file (synthetic)")
     parser.add_argument("--resume", action="store_true", help="go on at the first phase without a receipt")

@@ -1,18 +1,17 @@
 """python impl/verify.py --parity [--spec FILE] | RUN_DIR: does a receipt fit this tree; re-check a finished run."""
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 sys.pycache_prefix = os.devnull  # no cached bytecode of ours can lie there: a poisoned one is not read
-from paritygate.bootstrap import bootstrap, exit_code  # noqa: E402
+from paritygate.bootstrap import Parser, bootstrap, exit_code  # noqa: E402
 
 
 def main() -> int:
     """Parse the command line, check, print one line; the exit code."""
-    parser = argparse.ArgumentParser(prog="verify.py", description=__doc__)
+    parser = Parser(prog="verify.py", description=__doc__)
     parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="a finished run: re-check it offline")
     parser.add_argument("--parity", action="store_true", help="is there a green parity receipt for this tree?")
     parser.add_argument("--spec", metavar="FILE", help="with --parity: only the losses that this experiment stands on")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paritygate.errors import ParityGateError
+from paritygate.bootstrap import Parser, complain, exit_code, write
 
 COMMANDS = {
     "server": "the embedded Tinker-compatible server",
@@ -21,17 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name not in COMMANDS:
         lines = [f"  {command:<8} {what}" for command, what in COMMANDS.items()]
-        asked = name in ("-h", "--help")
-        print("usage: paritygate COMMAND ...", *lines, sep="\n", file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
-    try:
-        return _run(name, rest)
-    except ParityGateError as error:
-        print(f"paritygate {name}: {error}", file=sys.stderr)
-        return error.exit_code
+        usage = "\n".join(["usage: paritygate COMMAND ...", *lines])
+        return write("paritygate", usage) if name in ("-h", "--help") else complain(usage, 2)
+    return exit_code(f"paritygate {name}", lambda: _run(name, rest))
 
 
-def _run(name: str, arguments: list[str]) -> int:
+def _run(name: str, arguments: list[str]) -> int | str:
     from paritygate.extras import require
 
     require("harness" if name == "verify" else name)
@@ -46,23 +41,20 @@ def _run(name: str, arguments: list[str]) -> int:
     return command(arguments)
 
 
-def _verify(arguments: list[str]) -> int:
-    """Print which receipt fits the repository around the working folder; raises Refused where none does."""
-    import argparse
-
+def _verify(arguments: list[str]) -> str:
+    """Which receipt fits the repository around the working folder; raises Refused where none does."""
     from paritygate.receipts import guard
     from paritygate.spec.losses import load_losses
     from paritygate.spec.project import project_around
 
-    parser = argparse.ArgumentParser(prog="paritygate verify", description=_verify.__doc__)
+    parser = Parser(prog="paritygate verify", description=_verify.__doc__)
     parser.add_argument("--losses", metavar="NAMES", help="these alone, separated by commas")
     parser.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda")
     options = parser.parse_args(arguments)
     root = project_around(Path(os.getcwd())).root
     losses = options.losses.split(",") if options.losses else list(load_losses(root)["losses"])
     receipt = guard(root, losses, options.device)
-    print(f"parity holds for {', '.join(losses)} on {options.device}: {receipt.path.relative_to(root)}")
-    return 0
+    return f"parity holds for {', '.join(losses)} on {options.device}: {receipt.path.relative_to(root)}"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The first thing a command imports: our own code is compiled from its source files, and from this checkout only."""
 
+import argparse
 import contextlib
 import errno
 import hashlib
@@ -95,13 +96,17 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errn
 READER_GONE = 141  # what a shell calls a process that SIGPIPE ended
 
 
-def exit_code(program: str, work: Callable[[], str], *, interrupted: str = "interrupted.") -> int:
-    """Print what `work` returns; the exit code. All that is not a bug of ours is one sentence on stderr.
+def exit_code(program: str, work: Callable[[], str | int], *, interrupted: str = "interrupted.") -> int:
+    """Do `work` and print the text that it returns; the exit code, which is the number where it returns one.
 
-    A reader that leaves, as `head` does, is no error once the work is done.
+    All that is not a bug of ours is one sentence on stderr. A reader that leaves, as `head` does, is no error once the
+    work is done.
     """
     try:
-        text = work()
+        result = work()
+        if isinstance(result, int):
+            print(end="", flush=True)
+            return result
     except ParityGateError as error:
         return complain(f"{program}: {error}", error.exit_code)
     except KeyboardInterrupt:
@@ -112,8 +117,14 @@ def exit_code(program: str, work: Callable[[], str], *, interrupted: str = "inte
     except OSError as error:
         if error.errno not in DISK:
             raise
+        silence()
         what = error.filename or "the output"
         return complain(f"{program}: {what} cannot be written: {error.strerror}.", BadInputError.exit_code)
+    return write(program, result)
+
+
+def write(program: str, text: str) -> int:
+    """Print `text`; 0, or 2 with one sentence on stderr where the output takes nothing."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -122,6 +133,17 @@ def exit_code(program: str, work: Callable[[], str], *, interrupted: str = "inte
         silence()
         return complain(f"{program}: the output cannot be written: {error.strerror}.", BadInputError.exit_code)
     return 0
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose --help that cannot be written is a sentence and exit code 2; argparse's own ends with 0."""
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help on stdout, or to `file`."""
+        if file is not None:
+            super().print_help(file)
+        elif code := write(self.prog, self.format_help().rstrip("\n")):
+            sys.exit(code)
 
 
 def complain(sentence: str, code: int) -> int:

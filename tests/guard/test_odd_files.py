@@ -1,6 +1,7 @@
 """What is no plain file, too large, not to be read or not to be written, and readers that leave: one sentence each."""
 
 import errno
+import importlib
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paritygate.__main__ import COMMANDS
 from paritygate.errors import Refused
 from paritygate.receipts import PhaseChain, require_parity
 from paritygate.receipts.parity import read_parity_receipt, write_parity_receipt
@@ -190,7 +192,7 @@ SYNTHETIC = f"$P {ROOT}/impl/run.py --spec {ROOT}/spec/spod.json"
         (f"{SYNTHETIC} --check | head -n 1", 0, ""),
         (f"{SYNTHETIC} --check > /dev/full", 2, "run.py: the output cannot be written: No space left"),
         (f"{SYNTHETIC} --device cuda:x --output x.json", 2, "run.py: --device cuda:x: cpu or cuda is expected"),
-        (f"$P {ROOT}/impl/run.py --help > /dev/full", 0, ""),  # argparse minds no disk
+        (f"$P {ROOT}/impl/run.py --help > /dev/full", 2, "run.py: the output cannot be written: No space left"),
         (f"$P {ROOT}/impl/run.py --help | true", 0, ""),
     ],
 )
@@ -199,3 +201,31 @@ def test_run(bare: Tree, command: str, code: int, words: str) -> None:
     assert done.returncode == code, done
     assert done.stderr.startswith(words), done.stderr
     assert len(done.stderr.splitlines()) == bool(words), done.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["__main__", *(f"{name}.__main__" for name in COMMANDS if name != "verify"), "retail.fetch"]
+)
+def test_help_of_every_command(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    main = importlib.import_module(f"paritygate.{module}").main
+    for path, code, lines in (("/dev/full", 2, 1), ("/dev/null", 0, 0)):
+        with open(path, "w") as stdout, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stdout)
+            try:
+                done = main(["--help"])
+            except SystemExit as left:
+                done = left.code or 0
+        said = capsys.readouterr().err
+        assert (done, len(said.splitlines())) == (code, lines), said
+        assert not lines or "the output cannot be written: No space left on device." in said
+
+
+def test_the_server_cannot_say_where_it_is() -> None:
+    command = "$P -m paritygate.server --model tiny > /dev/full"
+    script = f"P={sys.executable}; {command}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "impl")}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "paritygate.server: the output cannot be written: No space left on device.\n",
+    )

@@ -5,34 +5,35 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paritygate.errors import ParityGateError
+from paritygate.bootstrap import Parser, exit_code
 from paritygate.extras import require
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 bad input, 3 a mutant lives."""
-    parser = argparse.ArgumentParser(prog="python -m paritygate.harness", description=__doc__)
+    parser = Parser(prog="python -m paritygate.harness", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     new = commands.add_parser("new", help="write spec entry, reference, implementation, test and mutant of a loss")
     new.add_argument("name", metavar="NAME", help="a Python identifier in small letters")
     mutants = commands.add_parser("mutants", help="does each known mistake die by the obligation that it names?")
     mutants.add_argument("names", nargs="*", metavar="NAME", help="all by default")
     options = parser.parse_args(argv)
-    try:
-        require("harness")
-        from paritygate.harness.mutants import run_mutants
-        from paritygate.harness.pieces import write_pieces
-        from paritygate.spec.project import project_around
+    return exit_code("paritygate.harness", lambda: run(options))
 
-        project = project_around(Path.cwd())
-        if options.command == "new":
-            print(*write_pieces(project, options.name), sep="\n")
-            return 0
-        alive = run_mutants(project, options.names, lambda line: print(line, flush=True))
-        return 3 if alive else 0
-    except ParityGateError as error:
-        print(f"paritygate.harness: {error}", file=sys.stderr)
-        return error.exit_code
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command that was parsed; its exit code."""
+    require("harness")
+    from paritygate.harness.mutants import run_mutants
+    from paritygate.harness.pieces import write_pieces
+    from paritygate.spec.project import project_around
+
+    project = project_around(Path.cwd())
+    if options.command == "new":
+        print(*write_pieces(project, options.name), sep="\n")
+        return 0
+    alive = run_mutants(project, options.names, lambda line: print(line, flush=True))
+    return 3 if alive else 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Upstream's tasks, rules and tools are Python files: they are read as literals and never imported or executed.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from paritygate.errors import ParityGateError
+from paritygate.bootstrap import Parser, exit_code
 from paritygate.receipts.git import git
 from paritygate.retail import layout
 from paritygate.retail.errors import DataError
@@ -120,7 +119,7 @@ def _git(folder: Path, *arguments: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, fetch, and give the exit code: 0, or 2 with one sentence."""
-    parser = argparse.ArgumentParser(prog="python -m paritygate.retail.fetch", description=__doc__)
+    parser = Parser(prog="python -m paritygate.retail.fetch", description=__doc__)
     parser.add_argument(
         "--from", dest="origin", metavar="DIR|GIT_URL", help="default: beside the checkout, else GitHub"
     )
@@ -129,12 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     origin = options.origin or (str(BESIDE) if BESIDE.is_dir() else REPOSITORY)
     print(f"tau-bench retail from {origin} ...", file=sys.stderr)
-    try:
-        print(fetch(origin, options.to, revision=options.revision))
-    except ParityGateError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code("error", lambda: str(fetch(origin, options.to, revision=options.revision)))
 
 
 if __name__ == "__main__":

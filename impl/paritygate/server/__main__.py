@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 
-from paritygate.errors import ParityGateError
+from paritygate.bootstrap import Parser, exit_code
 from paritygate.server.running import DTYPES, start
 
 THREADS = (
@@ -17,7 +17,7 @@ THREADS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, serve, return the exit code (0 after SIGINT or SIGTERM)."""
-    parser = argparse.ArgumentParser(prog="python -m paritygate.server", description=__doc__)
+    parser = Parser(prog="python -m paritygate.server", description=__doc__)
     parser.add_argument("--model", required=True, help="tiny, smollm2, or a local transformers folder (safetensors)")
     parser.add_argument("--port", type=int, default=0, help="0, the default, takes a free one")
     parser.add_argument("--api-key", help="must start with tml-; the default is a fresh random one")
@@ -25,6 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help=THREADS)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the frozen weights (default float32)")
     args = parser.parse_args(argv)
+    return exit_code("paritygate.server", lambda: serve(args))
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; raises what `start` raises."""
     signals = (signal.SIGINT, signal.SIGTERM)
     stopped = threading.Event()
 
@@ -34,18 +39,14 @@ def main(argv: list[str] | None = None) -> int:
 
     for number in signals:
         signal.signal(number, leave)  # building or loading a model can take a minute
-    try:
-        running = start(
-            args.model,
-            port=args.port,
-            api_key=args.api_key,
-            state_dir=args.state,
-            threads=args.threads,
-            dtype=args.dtype,
-        )
-    except ParityGateError as error:
-        print(f"paritygate.server: {error}", file=sys.stderr)
-        return error.exit_code
+    running = start(
+        args.model,
+        port=args.port,
+        api_key=args.api_key,
+        state_dir=args.state,
+        threads=args.threads,
+        dtype=args.dtype,
+    )
     for number in signals:
         signal.signal(number, lambda *_: stopped.set())
     ready = {
@@ -54,9 +55,9 @@ def main(argv: list[str] | None = None) -> int:
         "model": running.model_name,
         "tokenizer": str(running.tokenizer),
     }
-    print(json.dumps(ready), flush=True)
-    stopped.wait()
-    running.stop()
+    with running:
+        print(json.dumps(ready), flush=True)
+        stopped.wait()
     return 0
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paritygate.errors import BadInputError, ParityGateError
+from paritygate.bootstrap import Parser, exit_code
+from paritygate.errors import BadInputError
 from paritygate.service import obligations as spec
 
 if TYPE_CHECKING:
@@ -19,18 +20,12 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 nothing departs, 3 something does, 2 bad input, 5 the service failed (run again to resume)."""
     args = _parser().parse_args(argv)
-    try:
-        return _run(args)
-    except ParityGateError as error:
-        print(f"paritygate.service: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("paritygate.service: interrupted; the same command goes on from here.", file=sys.stderr)
-        return 130
+    interrupted = "interrupted; the same command goes on from here."
+    return exit_code("paritygate.service", lambda: _run(args), interrupted=interrupted)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m paritygate.service", description=__doc__)
+    parser = Parser(prog="python -m paritygate.service", description=__doc__)
     parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL"), help="default: TINKER_BASE_URL")
     parser.add_argument("--model", help="base model; default: the only one that the service reports")
     parser.add_argument(
