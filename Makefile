@@ -28,7 +28,7 @@ export PARITYGATE_TAU_BENCH := $(abspath data/tau_bench_retail)
 endif
 endif
 
-.PHONY: help run test test-protocol test-rest soak parity data env mutants cookbook bench service-skyrl service-hatchery
+.PHONY: help run test test-runs test-losses test-guard test-rest soak parity data env mutants cookbook bench service-skyrl service-hatchery
 
 help:
 	@echo 'make run     set up, prove parity, run the local experiment ($(SPEC))'
@@ -59,18 +59,27 @@ run: $(INSTALLED)
 	@$(PY) impl/verify.py --parity --spec $(SPEC) || { echo 'Proving parity now, about a minute.'; $(PARITY); }
 	$(PY) impl/run.py --spec $(SPEC)
 
-# Two halves side by side, of about the same length on two cores.
-SLOW := tests/agent tests/backend tests/experiment tests/guard
+# Four parts, two side by side, the longest first: two cores are busy to the end.
+RUNS := tests/agent tests/backend tests/experiment
+LOSSES := tests/golden tests/kernels tests/meta tests/mutants tests/properties tests/statistics
 
 test: $(INSTALLED)
-	@$(MAKE) --no-print-directory -j2 test-protocol test-rest
+	@$(MAKE) --no-print-directory -j2 test-runs test-losses test-guard test-rest
 
-test-protocol: $(INSTALLED)
-	$(PY) -m pytest $(SLOW) -q
+test-runs test-losses test-guard test-rest: $(INSTALLED)
 
-test-rest: $(INSTALLED)
+test-runs:
+	$(PY) -m pytest $(RUNS) -q
+
+test-losses:
 	$(PARITY)
-	$(PY) -m pytest tests -q --ignore tests/parity $(SLOW:%=--ignore %)
+	$(PY) -m pytest $(LOSSES) -q
+
+test-guard:
+	$(PY) -m pytest tests/guard -q
+
+test-rest:
+	$(PY) -m pytest tests -q $(patsubst %,--ignore %,$(RUNS) $(LOSSES) tests/guard tests/parity)
 
 soak: $(INSTALLED)
 	PARITYGATE_SOAK=1 $(MAKE) --no-print-directory test mutants

@@ -1,5 +1,6 @@
 """A bad network and a service that is gone: the same results, or one sentence in ten seconds and a run that goes on."""
 
+import asyncio
 import json
 import socket
 import time
@@ -12,14 +13,28 @@ from paritygate.errors import BackendError, GateStopped
 from paritygate.experiment.step import training_step
 from paritygate.receipts import PhaseChain
 from paritygate.server import Running
-from tests.counts import soak
+from tests.counts import SOAK, soak
 from tests.experiment.faulty_proxy import FAULTS, FaultyProxy
 from tests.experiment.tiny_spec import TINY, small_at_a_service
 
 FINAL = ("metrics.jsonl", "items.jsonl", "verdict.json")
 
 
-@pytest.mark.usefixtures("lean")
+@pytest.fixture
+def quick_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses of a quarter second and more, between the tries of client and SDK, last a tenth; not at full counts."""
+    if SOAK:
+        return
+    real = asyncio.sleep
+
+    async def sleep(delay: float, result: Any = None) -> Any:
+        return await real(delay / 10 if delay >= 0.25 else delay, result)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr("anyio._backends._asyncio.sleep", sleep)  # what the SDK's HTTP client waits by
+
+
+@pytest.mark.usefixtures("lean", "quick_pauses")
 def test_a_bad_network_changes_nothing(run_spec: Any, at_tiny: Any, tiny_server: Running, tmp_path: Path) -> None:
     at_tiny(tiny_server.base_url)
     run_spec(small_at_a_service(), output=tmp_path / "clean")

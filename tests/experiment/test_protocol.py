@@ -11,11 +11,12 @@ import pytest
 from paritygate.experiment.run.journal import read_lines
 from paritygate.receipts import PhaseChain
 from paritygate.spec import load
+from tests.counts import soak
 from tests.experiment.scaled_spec import asked_for
 from tests.experiment.tiny_spec import ROOT
 from tests.scripted_service import JUDGE, POLICY, USER, ScriptedService
 
-STEPS, ITEMS = 20, 60
+STEPS, ITEMS = soak(quick=6, full=20), soak(quick=15, full=60)
 
 
 @pytest.fixture
