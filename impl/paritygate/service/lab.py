@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from paritygate.service.client import Array, Datum, Pass, Session, Trainer, unique_names
-from paritygate.service.connection import Broken, Connection, Refusal
+from paritygate.service.client import Array, Datum, Pass, Sampler, Session, Trainer, unique_names
+from paritygate.service.connection import Broken, Connection, NoAnswer, Refusal
 from paritygate.service.oracles import LOSSES, Oracle
 from paritygate.service.outcome import Undecided
 
@@ -87,6 +87,7 @@ class Lab:
     def __post_init__(self) -> None:
         self.names = unique_names("paritygate")
         self._long: Session | None = None
+        self._paths = True  # whether sampler weights can be named; wire/verbs reports it where not
 
     # ------------------------------------------------------------------ material
 
@@ -169,9 +170,24 @@ class Lab:
                 raise Undecided("two Adam steps on cross_entropy moved no logprob: nothing here can be told apart")
             return trainer.save(next(self.names))
 
+    def sampler_of(self, session: Session, trainer: Trainer) -> Sampler:
+        """A sampler of the trainer's weights: of a saved path, or without a name where the service fails at paths."""
+        if self._paths:
+            path = trainer.save_for_sampler(next(self.names))
+            try:
+                return session.sampler(path)
+            except (Broken, NoAnswer):
+                self._paths = False
+        return trainer.snapshot()
+
     def held(self) -> Trainer:
         """A trainer at the warmed state that no check may step."""
         return self.cached("held", lambda: self.long.restore(self.warmed()))
+
+    def renew(self) -> None:
+        """Forget the clients that checks share, which may wait behind a call that has no answer."""
+        for key in ("held", "trained"):
+            self.connection.journal.drop(key)
 
     def start(self) -> Moved:
         """The probes' logprobs at the warmed state."""

@@ -136,8 +136,9 @@ def _attempt(lab: Lab, entry: Obligation, check: Check) -> Result:
     except Broken as error:
         return Result(entry.name, "departs", because=str(error), program=program())
     except NoAnswer as error:
+        shown = program()
         _still_there(lab, error)
-        return Result(entry.name, "departs", because=f"hangs: {error}, while others are answered", program=program())
+        return Result(entry.name, "departs", because=f"hangs: {error}, while others are answered", program=shown)
     judged = judge(measured, entry.bound)
     shown = program() if judged.outcome == "departs" else None
     return Result(
@@ -152,7 +153,11 @@ def _attempt(lab: Lab, entry: Obligation, check: Check) -> Result:
 
 
 def _still_there(lab: Lab, error: NoAnswer) -> None:
-    """A call without an answer says something about that call only where an ordinary one is answered."""
+    """A call without an answer says something about that call only where an ordinary one, of a new client, has one.
+
+    The SDK sends a client's requests in order: behind a call that it repeats for ever, a client's next ones wait.
+    """
+    lab.renew()
     try:
         lab.held().forward(lab.probes())
     except (NoAnswer, Broken, Refusal) as later:

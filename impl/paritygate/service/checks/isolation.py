@@ -118,7 +118,7 @@ def packed_samples(lab: Lab) -> Measured:
             trainer.forward_backward(_data(lab, salt=salt))
             trainer.step(**lab.adam)
             right.append([forward_logprobs(trainer, prompt) for prompt in prompts])
-            samplers.append(session.sampler(trainer.save_for_sampler(next(lab.names))))
+            samplers.append(lab.sampler_of(session, trainer))
         alone = [[sampler.logprobs(prompt)[1:] for prompt in prompts] for sampler in samplers]
         options, params = {"include_prompt_logprobs": True}, {"max_tokens": 1, "temperature": 1.0, "seed": 1}
         calls = [[s.start(prompt, 1, options, params) for prompt in prompts] for s in samplers]

@@ -32,8 +32,7 @@ def trained(lab: Lab) -> Trained:
         trainer = lab.long.restore(lab.warmed())
         trainer.forward_backward(lab.weighted(lab.data(2, 16, salt=7)))
         trainer.step(**lab.adam)
-        sampler = lab.long.sampler(trainer.save_for_sampler(next(lab.names)))
-        return Trained(trainer, sampler, lab.tokens(6, 60))
+        return Trained(trainer, lab.sampler_of(lab.long, trainer), lab.tokens(6, 60))
 
     return lab.cached("trained", make)
 
@@ -63,7 +62,7 @@ def three_ways(lab: Lab) -> Measured:
     t = trained(lab)
     answer = t.sampler.sample(t.prompt, 2, max_tokens=12, temperature=1.0, seed=1, stop=[])
     worst, contrast, which = -1.0, np.inf, ""
-    base = lab.long.sampler()
+    base = lab.long.create(lab.settings.rank, seed=12)  # B is 0
     for sequence in answer.sequences:
         tokens = (*t.prompt, *sequence.tokens)
         count = len(sequence.tokens)
@@ -71,7 +70,7 @@ def three_ways(lab: Lab) -> Measured:
             raise Undecided("sample returns no logprobs")
         scored = t.sampler.logprobs(tokens)[-count:]
         forward = forward_logprobs(t.trainer, tokens)[-count:]
-        contrast = min(contrast, float(np.abs(base.logprobs(tokens)[-count:] - forward).max()))
+        contrast = min(contrast, float(np.abs(forward_logprobs(base, tokens)[-count:] - forward).max()))
         for name, values in (("sampled", sequence.logprobs), ("scored", scored)):
             gap = float(np.abs(values - forward).max())
             worst, which = (gap, name) if gap > worst else (worst, which)

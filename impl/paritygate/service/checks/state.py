@@ -107,7 +107,7 @@ def snapshot_frozen(lab: Lab) -> Measured:
     """Sampler weights stay as they were saved while training goes on, named or not."""
     with lab.session() as session:
         trainer = _trained(lab, session)
-        samplers = [session.sampler(trainer.save_for_sampler(next(lab.names))), trainer.snapshot()]
+        samplers = [lab.sampler_of(session, trainer), trainer.snapshot()]
         before = [_scored(lab, sampler.logprobs) for sampler in samplers]
         _next_step(lab, trainer)
         after = [_scored(lab, sampler.logprobs) for sampler in samplers]

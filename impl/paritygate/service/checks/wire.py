@@ -53,8 +53,8 @@ def verbs(lab: Lab) -> Measured:
             "create_training_client_from_state_with_optimizer": lambda: session.restore(paths["state"], optimizer=True),
             "create_sampling_client (path)": lambda: session.sampler(paths["sampler"]),
             "create_sampling_client (base model)": session.sampler,
-            "sample": lambda: session.sampler().sample(lab.tokens(4, 81), 1, max_tokens=2, temperature=1.0),
-            "compute_logprobs": lambda: session.sampler().logprobs(lab.tokens(4, 81)),
+            "sample": lambda: trainer.snapshot().sample(lab.tokens(4, 81), 1, max_tokens=2, temperature=1.0),
+            "compute_logprobs": lambda: trainer.snapshot().logprobs(lab.tokens(4, 81)),
             "list_checkpoints": lambda: session.checkpoints(trainer),
         }
         for verb, call in calls.items():
