@@ -1,5 +1,6 @@
 """One proof from beginning to end: open, prepare, check, and a report after every obligation."""
 
+import importlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -33,7 +34,7 @@ def prove_at(
     Raises BadInputError (arguments) and BackendError (the service is gone, fails at what every check starts with, or
     stopped answering); what `save` was given last is what is known then.
     """
-    settings, url = settings or Settings(), checked_url(url)
+    settings, url, sdk = settings or Settings(), checked_url(url), sdk_version()
     connection = Connection(url, api_key, model or "", limit=limit)
     connection.probe(10.0)
     lab = Lab(connection, settings)
@@ -43,7 +44,7 @@ def prove_at(
         without_password(url),
         connection.model,
         models,
-        sdk_version(),
+        sdk,
         obligations.sha256,
         asdict(settings),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -76,11 +77,15 @@ def _only_model(models: list[str], url: str) -> str:
 
 
 def sdk_version() -> str:
-    """The installed SDK's; BadInputError where there is none."""
+    """The installed SDK's; BadInputError where there is none, or one that lacks what it imports (0.18.1: orjson)."""
     try:
-        return version("tinker")
+        found = version("tinker")
+        importlib.import_module("tinker")
     except PackageNotFoundError:
         raise BadInputError("The Tinker SDK is not installed; install tinker.") from None
+    except ImportError as error:
+        raise BadInputError(f"The installed Tinker SDK cannot be imported ({error}).") from None
+    return found
 
 
 def without_password(url: str) -> str:
