@@ -342,6 +342,17 @@ def test_unknown_and_forgotten_promises(http: httpx.Client, sampler: str) -> Non
     refused(http.post("retrieve_future", json={"request_id": promise}), "gone", status=(410,))
 
 
+def test_an_unloaded_model_frees_its_place_and_its_session_goes_on(http: httpx.Client, session: str) -> None:
+    """SDKs before 0.26 cannot finish a session: more models than the server holds, one after another."""
+    lora = {"base_model": "paritygate/tiny-qwen3", "lora_config": {"rank": 2}}
+    for number in range(Limits().adapters + 2):
+        body = {"session_id": session, "model_seq_id": number, **lora}
+        model = retrieve(http, http.post("create_model", json=body).json()["request_id"]).json()["model_id"]
+        promise = http.post("unload_model", json={"model_id": model, "type": "unload_model"}).json()["request_id"]
+        assert retrieve(http, promise).json() == {"model_id": model, "type": "unload_model"}
+        refused(http.post("get_info", json={"model_id": model}), "no model", status=(404,))
+
+
 def test_a_finished_session_is_gone(http: httpx.Client) -> None:
     session = http.post("create_session", json={}).json()["session_id"]
     for _ in range(2):

@@ -125,6 +125,7 @@ def _routes(service: Service) -> list[tuple[str, str, Handler]]:
         ("POST", "create_sampling_session", at_once(service.create_sampling_session)),
         ("GET", "samplers/{sampler_id}", get_sampler),
         ("POST", "create_model", promised(service.create_model)),
+        ("POST", "unload_model", promised(service.trainers.unload)),
         ("POST", "forward_backward", forward_backward),
         ("POST", "optim_step", promised(service.trainers.optim_step)),
         ("POST", "save_weights", promised(service.trainers.save)),

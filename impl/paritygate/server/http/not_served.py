@@ -11,6 +11,7 @@ METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 # Routes of tinker 0.38.0 that this server has no use for.
 REASONS = {
+    r"forward": "it takes forward_backward as protobuf, which SDKs before 0.25 do not send",
     r"copy_weights": "it has no projects or other owners to copy a checkpoint for",
     r"create_custom_loss": "forward_backward_custom computes the loss in the client, as client/config says",
     r"join_sampling_session": "client/config does not announce it",

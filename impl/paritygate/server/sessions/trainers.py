@@ -99,6 +99,14 @@ class Trainers:
         model.last_request = time.time()
         return model
 
+    def unload(self, body: Fields, raw: bytes) -> Promise:
+        """Promise that one model is gone: SDKs before 0.26 cannot finish a session. What it saved stays."""
+        model = self.get(body.text("model_id"))
+        del self.models[model.id]
+        promise = self.promises.create(model.session)
+        self.promises.fulfil(promise, json_payload({"model_id": model.id, "type": "unload_model"}))
+        return promise
+
     def forget(self, session: str) -> None:
         for model in [m for m in self.models.values() if m.session == session]:
             del self.models[model.id]
