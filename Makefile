@@ -28,7 +28,7 @@ export PARITYGATE_TAU_BENCH := $(abspath data/tau_bench_retail)
 endif
 endif
 
-.PHONY: help run test test-runs test-losses test-guard test-rest soak parity data env mutants cookbook bench service-skyrl service-hatchery
+.PHONY: help run test test-runs test-losses test-guard test-rest soak parity data env mutants cookbook bench service-skyrl service-hatchery sdk-matrix
 
 help:
 	@echo 'make run     set up, prove parity, run the local experiment ($(SPEC))'
@@ -100,3 +100,7 @@ bench: $(INSTALLED)
 # Hold other people's Tinker-compatible services to the definitions; each builds its environments under build/foreign.
 service-skyrl service-hatchery: service-%: $(INSTALLED)
 	$(PY) tests/service/foreign/prove.py $*
+
+# Which Tinker SDK speaks to which of these services and to the embedded server.
+sdk-matrix: $(INSTALLED)
+	$(PY) tests/service/foreign/sdk_matrix.py
