@@ -143,33 +143,31 @@ class Session:
         """A fresh adapter; flags are train_mlp, train_attn, train_unembed."""
         model = self.connection.model
         options: dict[str, Any] = {"rank": rank, **flags, **({} if seed is None else {"seed": seed})}
-        client = self.connection.call(
-            "create_lora_training_client", lambda: self.service.create_lora_training_client(model, **options)
-        )
         code = ", ".join(["MODEL", *(f"{name}={value}" for name, value in options.items())])
-        return self._trainer(client, f"create_lora_training_client({code})")
+        verb = "create_lora_training_client"
+        return self._trainer(verb, code, lambda: self.service.create_lora_training_client(model, **options))
 
     def restore(self, path: str, *, optimizer: bool = False) -> "Trainer":
         """An adapter from the state at `path`, with Adam's moments or without."""
         verb = "create_training_client_from_state" + ("_with_optimizer" if optimizer else "")
-        client = self.connection.call(verb, lambda: getattr(self.service, verb)(path))
-        return self._trainer(client, f"{verb}({PathCode.of(path)})")
+        return self._trainer(verb, PathCode.of(path), lambda: getattr(self.service, verb)(path))
 
-    def _trainer(self, client: Any, code: str) -> "Trainer":
-        self._trainers.append(client)
+    def _trainer(self, verb: str, code: str, make: Callable[[], Any]) -> "Trainer":
         name = self.connection.journal.name("t")
-        self.connection.journal.add(f"{name} = wait(service.{code})")
+        self.connection.journal.add(f"{name} = wait(service.{verb}({code}))")
+        client = self.connection.call(verb, make)
+        self._trainers.append(client)
         return Trainer(self, client, name)
 
     def sampler(self, path: str | None = None) -> "Sampler":
         """A sampler of the weights saved at `path`, or of the base model."""
         arguments = {"base_model": self.connection.model} if path is None else {"model_path": path}
-        client = self.connection.call(
-            "create_sampling_client", lambda: self.service.create_sampling_client(**arguments, **_no_retries())
-        )
         name = self.connection.journal.name("s")
         code = "base_model=MODEL" if path is None else f"model_path={PathCode.of(path)}"
         self.connection.journal.add(f"{name} = wait(service.create_sampling_client({code}))")
+        client = self.connection.call(
+            "create_sampling_client", lambda: self.service.create_sampling_client(**arguments, **_no_retries())
+        )
         return Sampler(self.connection, client, name)
 
 

@@ -1,5 +1,6 @@
 """The calls of a check as lines of Python: a departure is reported as a program that anyone can run."""
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ def datum(tokens, targets, **inputs):
 def logprobs(output):
     return np.concatenate([o["logprobs"].to_numpy().ravel() for o in output.loss_fn_outputs])
 """
+
+RESULT = re.compile(r"[olr]\d+ = wait\(")  # of a pass, of compute_logprobs, of sample
 
 
 @dataclass
@@ -70,8 +73,13 @@ class Journal:
         """Forget the cached values whose keys begin so."""
         self._cache = {key: value for key, value in self._cache.items() if not key.startswith(prefix)}
 
-    def program(self, base_url: str, model: str) -> str:
-        return PREFACE.format(base_url=base_url, model=model) + "\n" + "\n".join(self.lines) + "\n"
+    def program(self, base_url: str, model: str, seen: str) -> str:
+        """The lines after what they need, `seen` as a comment; it prints distances, else its last result."""
+        lines = [*self.lines]
+        results = [line.split(" = ", 1)[0] for line in lines if RESULT.match(line)]
+        if results and not any(line.startswith("print(") for line in lines):
+            lines.append(f"print({results[-1]})")
+        return PREFACE.format(base_url=base_url, model=model) + "\n".join(["", *lines, f"# seen: {seen}", ""])
 
 
 def number(value: float) -> str:

@@ -173,11 +173,14 @@ class Lab:
     def sampler_of(self, session: Session, trainer: Trainer) -> Sampler:
         """A sampler of the trainer's weights: of a saved path, or without a name where the service fails at paths."""
         if self._paths:
+            lines = self.connection.journal.lines
+            mark = len(lines)
             path = trainer.save_for_sampler(next(self.names))
             try:
                 return session.sampler(path)
             except (Broken, NoAnswer):
                 self._paths = False
+                del lines[mark:]
         return trainer.snapshot()
 
     def held(self) -> Trainer:

@@ -121,8 +121,8 @@ def _confirmed(lab: Lab, entry: Obligation, check: Check, first: Result) -> Resu
 def _attempt(lab: Lab, entry: Obligation, check: Check) -> Result:
     journal, connection = lab.connection.journal, lab.connection
 
-    def program() -> str:
-        return journal.program(connection.base_url, connection.model)
+    def program(seen: str) -> str:
+        return journal.program(connection.base_url, connection.model, seen)
 
     try:
         with journal.check():
@@ -134,13 +134,13 @@ def _attempt(lab: Lab, entry: Obligation, check: Check) -> Result:
             return Result(entry.name, "undecided", because=f"the SDK itself fails: {error}")
         return Result(entry.name, "refused", because=str(error))
     except Broken as error:
-        return Result(entry.name, "departs", because=str(error), program=program())
+        return Result(entry.name, "departs", because=str(error), program=program(str(error)))
     except NoAnswer as error:
-        shown = program()
+        shown = program(str(error))
         _still_there(lab, error)
         return Result(entry.name, "departs", because=f"hangs: {error}, while others are answered", program=shown)
     judged = judge(measured, entry.bound)
-    shown = program() if judged.outcome == "departs" else None
+    shown = program(judged.because) if judged.outcome == "departs" else None
     return Result(
         entry.name,
         judged.outcome,

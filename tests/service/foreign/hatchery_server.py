@@ -1,12 +1,18 @@
 """Serve hatchery-core's Tinker API on a CPU: `python hatchery_server.py MODEL PORT FOLDER`, in its own environment.
 
 hatchery-core 0.3.0 falls back to a scripted worker where there is no GPU; here its real worker runs on the CPU, in one
-process with the gateway. A job that the worker raises at is printed and left unanswered, as the package's loop does.
+process with the gateway, in float32, and with a slot for every adapter: beyond its 20 slots a session that comes back
+fails ("Adapter ... not found"), and the SDK cannot unload one (it sends the id in the body, the route wants a query).
+A job that the worker raises at is printed and left unanswered, as the package's loop does.
 """
 
 import asyncio
+import logging
 import sys
+from typing import Any
 
+import structlog
+import torch
 import uvicorn
 from hatchery.core.backends.auth.api_key import APIKeyAuthProvider
 from hatchery.core.backends.compute.local import LocalComputeBackend
@@ -21,8 +27,15 @@ from hatchery.core.worker import GPUWorker
 KEY = "tml-proof"
 
 
+def _line(_logger: object, _method: str, event: dict[str, Any]) -> str:
+    """The event and its exception, without the locals of every frame."""
+    error = sys.exc_info()[1]
+    return f"{event} {type(error).__name__}: {str(error)[:300]}" if error else str(event)
+
+
 async def main(model: str, port: int) -> None:
     """Serve `model` (a folder) on 127.0.0.1:`port` to the key tml-proof."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), processors=[_line])
     auth = APIKeyAuthProvider()
     auth.add_key(KEY, user_id="proof", tier="enterprise", max_concurrent_sessions=100, max_rank=256)
     config = Config(
@@ -36,7 +49,14 @@ async def main(model: str, port: int) -> None:
     set_config(config)
     await config.metadata.initialize()
     await config.queue.initialize()
-    worker = GPUWorker(worker_id="cpu-0", base_model_name=model, config=config, device="cpu")
+    worker = GPUWorker(
+        worker_id="cpu-0",
+        base_model_name=model,
+        config=config,
+        device="cpu",
+        dtype=torch.float32,
+        max_lora_slots=1000,
+    )
     await worker.register()
 
     async def work() -> None:

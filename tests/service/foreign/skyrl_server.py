@@ -1,6 +1,7 @@
 """Serve skyrl's Tinker API on a CPU: `python skyrl_server.py MODEL PORT FOLDER`, in skyrl's own environment.
 
 skyrl 0.4.0 starts its engine by `uv run`; here the engine is started by this interpreter, since uv may be missing.
+What JAX compiled is kept in FOLDER: without it every shape costs seconds to a minute again.
 """
 
 import os
@@ -16,6 +17,8 @@ from skyrl.tinker.config import EngineConfig, config_to_argv
 
 def main(model: str, port: int, folder: Path) -> None:
     """Serve `model` (a folder) on 127.0.0.1:`port`; checkpoints and the request database lie in `folder`."""
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     api._build_uv_run_cmd_engine = lambda _, config: [
         sys.executable,
         "-m",

@@ -1,12 +1,13 @@
 """value: what a pass returns. `loss:sum` against float64 sums over the logprobs that came with it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from paritygate.service.client import Array, Datum, Pass
-from paritygate.service.connection import Refusal
+from paritygate.service.connection import Broken, NoAnswer, Refusal
 from paritygate.service.lab import Lab, f32
 from paritygate.service.oracles import CISPO_DEFAULTS, LOSSES, PPO_DEFAULTS
 from paritygate.service.outcome import Measured, Undecided
@@ -22,8 +23,7 @@ def weighted_data(lab: Lab) -> list[Datum]:
 
 def cross_entropy(lab: Lab) -> Measured:
     """loss:sum = -sum(weights * logprobs)."""
-    data = weighted_data(lab)
-    return _value(lab, "cross_entropy", data, {}, lab.held().forward(data))
+    return _of_both_verbs(lab, "cross_entropy", weighted_data(lab), {})
 
 
 def several_targets(lab: Lab) -> Measured:
@@ -44,7 +44,20 @@ def several_targets(lab: Lab) -> Measured:
 def policy(lab: Lab, loss: str) -> Measured:
     """The loss with its options given."""
     data, config = lab.policy_data(loss, 1.0)
-    return _value(lab, loss, data, config, lab.held().forward(data, loss, config))
+    return _of_both_verbs(lab, loss, data, config)
+
+
+def _of_both_verbs(lab: Lab, loss: str, data: Sequence[Datum], config: Mapping[str, float]) -> Measured:
+    """The value that forward returns; where it is off, what forward_backward returns is told, too."""
+    measured = _value(lab, loss, data, config, lab.held().forward(data, loss, config))
+    if measured.figure <= 1e-4:
+        return measured
+    try:
+        other = lab.held().forward_backward(data, loss, config).loss
+    except (Refusal, Broken, NoAnswer):
+        lab.renew()
+        return measured
+    return replace(measured, because=f"{measured.because} (forward; forward_backward returns {other})")
 
 
 def policy_defaults(lab: Lab, loss: str, defaults: Sequence[Mapping[str, float]]) -> Measured:
@@ -69,7 +82,8 @@ def forward_is_forward_backward(lab: Lab) -> Measured:
         data, config = (weighted_data(lab), {}) if loss == "cross_entropy" else lab.policy_data(loss, 1.0)
         try:
             one, other = lab.held().forward(data, loss, config), lab.held().forward_backward(data, loss, config)
-        except Refusal:
+        except (Refusal, NoAnswer):  # that a loss has no answer is told by its own obligations
+            lab.renew()
             continue
         gaps = [float(np.abs(one.flat - other.flat).max())]
         if one.loss is not None and other.loss is not None:
