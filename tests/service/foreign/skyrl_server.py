@@ -17,6 +17,7 @@ from skyrl.tinker.config import EngineConfig, config_to_argv
 
 def main(model: str, port: int, folder: Path) -> None:
     """Serve `model` (a folder) on 127.0.0.1:`port`; checkpoints and the request database lie in `folder`."""
+    (folder / "tinker.db").unlink(missing_ok=True)  # what a killed run left waiting
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     api._build_uv_run_cmd_engine = lambda _, config: [
