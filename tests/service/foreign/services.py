@@ -49,7 +49,7 @@ SERVICES = {
         ),
         "hatchery_server.py",
         "0.24.1",
-        30,
+        60,
     ),
     "embedded": Service((), "", "0.38.0", 60),
 }

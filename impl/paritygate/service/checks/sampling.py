@@ -10,6 +10,7 @@ import numpy as np
 from paritygate.service.checks.state import MULTIPLE
 from paritygate.service.chi_square import chi_square
 from paritygate.service.client import Array, Datum, Sampled, Sampler, Trainer
+from paritygate.service.connection import Refusal
 from paritygate.service.lab import Lab, sampler_noise
 from paritygate.service.outcome import Measured, Undecided
 
@@ -225,11 +226,14 @@ def greedy(lab: Lab) -> Measured:
     values = next_logprobs(lab, t, [tokens[0], *rivals])
     behind = float(values[1:].max() - values[0])
     tied = max(0.05, nats(lab))
-    answer = t.sampler.sample((*t.prompt, *tokens), 1, topk=2, max_tokens=1, temperature=1.0, seed=1)
+    try:
+        topk = t.sampler.sample((*t.prompt, *tokens), 1, topk=2, max_tokens=1, temperature=1.0, seed=1).topk
+    except Refusal:  # then the first token alone is compared
+        topk = None
     beaten = 0
-    if answer.topk is not None:
+    if topk is not None:
         for position, token in enumerate(tokens, len(t.prompt)):
-            row = answer.topk[position] or []
+            row = topk[position] or []
             if row and token != row[0][0] and not any(k == token and row[0][1] - p <= tied for k, p in row):
                 beaten += 1
     figure = float(beaten + (behind > tied) + (different if nats(lab) == 0 else 0))  # noise turns near ties
