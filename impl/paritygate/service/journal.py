@@ -28,6 +28,7 @@ def logprobs(output):
 """
 
 RESULT = re.compile(r"[olr]\d+ = wait\(")  # of a pass, of compute_logprobs, of sample
+PROBE = re.compile(r"p\d+ = logprobs\(")
 
 
 @dataclass
@@ -74,11 +75,15 @@ class Journal:
         self._cache = {key: value for key, value in self._cache.items() if not key.startswith(prefix)}
 
     def program(self, base_url: str, model: str, seen: str) -> str:
-        """The lines after what they need, `seen` as a comment; it prints distances, else its last result."""
+        """The lines after what they need, then `seen`; it prints distances, else what moved, else its last result."""
         lines = [*self.lines]
-        results = [line.split(" = ", 1)[0] for line in lines if RESULT.match(line)]
-        if results and not any(line.startswith("print(") for line in lines):
-            lines.append(f"print({results[-1]})")
+        results, probes = ([line.split(" = ", 1)[0] for line in lines if kind.match(line)] for kind in (RESULT, PROBE))
+        if not any(line.startswith("print(") for line in lines):
+            if len(probes) > 1:
+                change = f"np.abs({probes[-1]} - {probes[0]}).max()"
+                lines.append(f"print('largest change of a logprob since the first probe:', {change})")
+            elif results:
+                lines.append(f"print({results[-1]})")
         return PREFACE.format(base_url=base_url, model=model) + "\n".join(["", *lines, f"# seen: {seen}", ""])
 
 

@@ -79,13 +79,13 @@ def _only_model(models: list[str], url: str) -> str:
 def sdk_version() -> str:
     """The installed SDK's; BadInputError where there is none, or one that lacks what it imports (0.18.1: orjson)."""
     try:
-        found = version("tinker")
+        installed = version("tinker")
         importlib.import_module("tinker")
     except PackageNotFoundError:
         raise BadInputError("The Tinker SDK is not installed; install tinker.") from None
     except ImportError as error:
         raise BadInputError(f"The installed Tinker SDK cannot be imported ({error}).") from None
-    return found
+    return installed
 
 
 def without_password(url: str) -> str:

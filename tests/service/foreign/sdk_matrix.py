@@ -71,8 +71,8 @@ def main() -> int:
                 with services.serving(name) as (url, model):
                     rows.append(row := pair(name, version, url, model, rest))
                 outcomes = ", ".join(f"{count} {outcome}" for outcome, count in row["outcomes"].items())
-                said = f"  {row['said']}" if row["said"] else ""
-                print(f"{name:9} tinker {version:7} exit {row['exit']}  {outcomes}{said}", flush=True)
+                message = f"  {row['said']}" if row["said"] else ""
+                print(f"{name:9} tinker {version:7} exit {row['exit']}  {outcomes}{message}", flush=True)
     except services.Missing as missing:
         print(f"sdk_matrix.py: {missing}", file=sys.stderr)
         return 2

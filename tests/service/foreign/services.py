@@ -58,10 +58,10 @@ SERVICES = {
 def python312() -> str:
     """A Python 3.12 or later: PYTHON312, else python3.12 of the path."""
     check = "import sys; sys.exit(sys.version_info < (3, 12))"
-    for found in (os.environ.get("PYTHON312"), shutil.which("python3.12")):
+    for interpreter in (os.environ.get("PYTHON312"), shutil.which("python3.12")):
         with suppress(OSError):
-            if found and subprocess.run([found, "-c", check], check=False).returncode == 0:
-                return found
+            if interpreter and subprocess.run([interpreter, "-c", check], check=False).returncode == 0:
+                return interpreter
     raise Missing("These services need Python 3.12: name its interpreter in PYTHON312.")
 
 

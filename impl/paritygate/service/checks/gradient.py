@@ -10,7 +10,7 @@ import numpy as np
 from paritygate.service.checks.value import POLICY_LOSSES
 from paritygate.service.client import Array, Datum, Session, Trainer
 from paritygate.service.connection import Refusal
-from paritygate.service.lab import Lab, Moved, f32, scale_of
+from paritygate.service.lab import Lab, Moved, f32
 from paritygate.service.oracles import CISPO_DEFAULTS, PPO_DEFAULTS
 from paritygate.service.outcome import Measured, Undecided
 
@@ -117,18 +117,24 @@ def equal_steps(
         want = lab.cross_entropy_arm(session, data, weights)
         half = lab.cross_entropy_arm(session, data, [w / 2 for w in weights])
         figure, contrast = lab.distance(got, want), lab.distance(half, want)
-    return Measured(figure, _described(what, got, want, half), contrast, lab.step_noise(want, 1.5 * lab.noise.logprob))
+        noise = lab.step_noise(want, 1.5 * lab.noise.logprob)
+        because = f"the step with {what} is {figure:.3g} (relative) from the one with its oracle's weights"
+        if figure > max(0.005, noise) and not (lab.small or lab.mixed):
+            because = f"{because}; {_multiple(lab, session, data, weights, got)}"
+    return Measured(figure, because, contrast, noise)
 
 
-def _described(what: str, got: Moved, want: Moved, half: Moved) -> str:
-    cosine, _ = scale_of(got.change, want.change)
-    slope = np.log(want.rms / half.rms) / np.log(2) if half.rms > 0 else 0.0
-    factor = float(np.exp(np.log(max(got.rms, 1e-12) / want.rms) / slope)) if slope > 0.05 else np.nan
-    gap = float(np.linalg.norm(got.change - want.change) / np.linalg.norm(want.change))
-    return (
-        f"the step with {what} is {gap:.3g} (relative) from the one with its oracle's weights: cosine {cosine:.6f}, "
-        f"as if the gradient were {factor:.3g} times"
-    )
+def _multiple(lab: Lab, session: Session, data: Sequence[Datum], weights: Sequence[Array], got: Moved) -> str:
+    """Which multiple of the weights has a step of the size of `got`, and how far that step is from it."""
+    low, high = -6.0, 3.0  # decimal logarithms of the factor
+    nearest, least = 0.0, np.inf
+    for _ in range(10):
+        middle = (low + high) / 2
+        step = lab.cross_entropy_arm(session, data, [10**middle * w for w in weights])
+        gap = float(np.linalg.norm(step.change - got.change)) / max(float(np.linalg.norm(got.change)), 1e-30)
+        nearest, least = (10**middle, gap) if gap < least else (nearest, least)
+        low, high = (middle, high) if step.rms < got.rms else (low, middle)
+    return f"the nearest is {nearest:.3g} times the weights, {least:.2g} off"
 
 
 def several_targets(lab: Lab) -> Measured:

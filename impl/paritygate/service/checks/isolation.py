@@ -85,16 +85,19 @@ def _clipped_adam(lab: Lab) -> dict[str, float]:
 
 
 def recreated(lab: Lab) -> Measured:
-    """After an adapter is deleted a new one is the base model, and learns."""
+    """After an adapter is deleted, a gradient waiting, a new one is the base model, has no gradient, and learns."""
     with lab.session() as session:
         base = lab.change(session.create(lab.settings.rank, seed=12))
     first = Session(lab.connection)
     trainer = first.create(lab.settings.rank, seed=32)
     trainer.forward_backward(_data(lab))
     trainer.step(**lab.adam)
+    trainer.forward_backward(_data(lab))
     first.close()
     with lab.session() as session:
         trainer = session.create(lab.settings.rank, seed=33)
+        trainer.forward_backward(lab.weighted(lab.data(1, 4, salt=14), 0.0))
+        trainer.step(**lab.adam)
         fresh = lab.change(trainer)
         trainer.forward_backward(_data(lab))
         trainer.step(**lab.adam)
@@ -103,7 +106,10 @@ def recreated(lab: Lab) -> Measured:
     moved = float(np.abs(learned.change - fresh.change).max())
     bound = max(0.05, 10 * lab.noise.logprob)
     wrong = (stale > bound) + (moved < bound)
-    because = f"a new adapter is {stale:.3g} nats from the base model, and one step moves it by {moved:.3g}"
+    because = (
+        f"after a step on zero weights a new adapter is {stale:.3g} nats from the base model, "
+        f"and one step moves it by {moved:.3g}"
+    )
     return Measured(float(wrong), because)
 
 

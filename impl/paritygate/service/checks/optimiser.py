@@ -4,7 +4,7 @@ import numpy as np
 
 from paritygate.service.checks.gradient import EPS_LIMIT, homogeneity
 from paritygate.service.client import Datum, Session, Trainer
-from paritygate.service.connection import Refusal
+from paritygate.service.connection import Broken, Refusal
 from paritygate.service.lab import Lab, Moved, scale_of
 from paritygate.service.outcome import CONTRAST, Measured, Undecided
 
@@ -282,7 +282,9 @@ def zero_step(lab: Lab) -> Measured:
         try:
             trainer.step(**lab.adam)
             how = "is taken"
-        except Refusal:
+        except (Refusal, Broken) as error:
+            if isinstance(error, Broken) and not error.final:
+                raise
             how = "is refused"
         still = lab.change(trainer)
     because = f"a step before any gradient {how} and moves the probes by {still.rms:.3g} nats"

@@ -104,15 +104,18 @@ def _scored(lab: Lab, logprobs: object) -> Array:
 
 
 def snapshot_frozen(lab: Lab) -> Measured:
-    """Sampler weights stay as they were saved while training goes on, named or not."""
+    """Sampler weights stay as they were saved while training goes on, and sampling from them trains nothing."""
     with lab.session() as session:
         trainer = _trained(lab, session)
         samplers = [lab.sampler_of(session, trainer), trainer.snapshot()]
         before = [_scored(lab, sampler.logprobs) for sampler in samplers]
-        _next_step(lab, trainer)
+        stepped = _next_step(lab, trainer)
         after = [_scored(lab, sampler.logprobs) for sampler in samplers]
+        pulled = float(np.abs(lab.change(trainer).change - stepped.change).max())
+        if pulled > max(0.001, 10 * lab.noise.logprob):
+            return Measured(pulled, f"scores of older sampler weights move the training model by {pulled:.3g} nats")
         moved = _scored(lab, trainer.snapshot().logprobs)
-        named = _scored(lab, session.sampler(trainer.save_for_sampler(next(lab.names))).logprobs)
+        named = _scored(lab, lab.sampler_of(session, trainer).logprobs)
     gap = max(float(np.abs(a - b).max()) for a, b in zip([*after, named], [*before, moved], strict=True))
     seen = float(np.abs(moved - before[0]).max())
     because = f"old samplers moved by training, or new ones not moved: {gap:.3g} nats; old and new are {seen:.3g} apart"
