@@ -51,6 +51,9 @@ SERVICES = {
         "0.24.1",
         60,
     ),
+    "skyrl-tx": Service(
+        ((TORCH, "skyrl-tx[tinker]==0.3.0", "jax<1.0,>=0.8", "flax", "optax"),), "skyrl_tx_server.py", "0.18.1", 300
+    ),
     "embedded": Service((), "", "0.38.0", 60),
 }
 
