@@ -102,7 +102,7 @@ class Trainers:
     def unload(self, body: Fields, raw: bytes) -> Promise:
         """Promise that one model is gone: SDKs before 0.26 cannot finish a session. What it saved stays."""
         model = self.get(body.text("model_id"))
-        del self.models[model.id]
+        self.models.pop(model.id)
         promise = self.promises.create(model.session)
         self.promises.fulfil(promise, json_payload({"model_id": model.id, "type": "unload_model"}))
         return promise
