@@ -171,7 +171,7 @@ def test_saved_states_hold_no_pickle_and_survive_a_restart(network: Any, tmp_pat
 
 
 def test_spilled_weights_come_back_the_same(network: Any, tmp_path: Path) -> None:
-    store, snapshot = Store(tmp_path), Adapter(LoraSpec(2, 1), network.targets).freeze("v", torch.float32)
+    store, snapshot = Store(tmp_path), Adapter(LoraSpec(2, 1), network.targets).freeze("v")
     path = store.spill(snapshot, "x")
     back = store.unspill(path, "v")
     assert not path.exists()
@@ -210,19 +210,19 @@ def test_the_prefix_cache_keeps_versions_apart_and_its_bound(network: Any) -> No
     tokens = list(range(5 * PAGE + 3))
 
     def computed(fill: float) -> Sequence:
-        sequence = Sequence(network.shape, torch.float32, tokens, 200)
+        sequence = Sequence(network.shape, tokens, 200)
         sequence.kv += fill
         sequence.done = len(tokens)
         return sequence
 
     cache = PrefixCache(10**9)
     cache.store(computed(1.0), "a")
-    fresh = Sequence(network.shape, torch.float32, tokens, 200)
+    fresh = Sequence(network.shape, tokens, 200)
     assert cache.fill(fresh, "b") == 0
     assert cache.fill(fresh, "a") == 5 * PAGE
     assert bool((fresh.kv[:, :, :, : 5 * PAGE] == 1).all())
     assert not bool(fresh.kv[:, :, :, 5 * PAGE :].any())
-    other = Sequence(network.shape, torch.float32, [*tokens[:20], 400, *tokens[21:]], 200)
+    other = Sequence(network.shape, [*tokens[:20], 400, *tokens[21:]], 200)
     assert cache.fill(other, "a") == PAGE
     page = cache.bytes // 5
     small = PrefixCache(3 * page)

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from paritygate import server
 from paritygate.server.errors import RequestError
@@ -245,7 +244,7 @@ def test_a_kill_while_overwriting_leaves_the_old_or_the_new(
 
 def test_what_killed_servers_left_is_cleared(network: Any, tmp_path: Path) -> None:
     store, folder = saved(network, tmp_path)
-    mine = store.spill(Adapter(LoraSpec(2, 1), network.targets).freeze("v", torch.float32), "x")
+    mine = store.spill(Adapter(LoraSpec(2, 1), network.targets).freeze("v"), "x")
     dead = tmp_path / ".spilled-999999999"
     dead.mkdir()
     half, fresh = folder.parent / ".saving-old", folder.parent / ".saving-new"

@@ -18,7 +18,7 @@ from paritygate.server.errors import RequestError
 from paritygate.server.limits import Limits
 from paritygate.server.model import sources
 from paritygate.server.model.attention import PlainAttention
-from paritygate.server.model.lora import BASE, Adapter, LoraSpec, Snapshot
+from paritygate.server.model.lora import BASE, Adapter, LoraLinear, LoraSpec, Snapshot
 from paritygate.server.model.network import Network
 from paritygate.server.model.products import available
 from tests.counts import soak
@@ -232,7 +232,7 @@ def engine(network: Any) -> Any:
 
 def test_sampled_logprobs_are_those_of_plain_transformers_and_of_scoring(network: Any, engine: Engine) -> None:
     adapter = moved_adapter(network)
-    snapshot = adapter.freeze("v", torch.float32)
+    snapshot = adapter.freeze("v")
     model, leaves = plain_model(network), leaves_of(adapter)
     for length in (1, 5, 64, 100):
         prompt = [random.Random(length).randrange(480) for _ in range(length)]
@@ -266,7 +266,7 @@ def test_sampled_logprobs_are_of_temperature_1_at_any_temperature(engine: Engine
 def test_the_same_seed_gives_the_same_bits_in_any_company(network: Any, engine: Engine) -> None:
     """Alone, together, with other adapters, cached or not, from other prompts: tokens and logprobs do not move."""
     generator = random.Random(7)
-    snapshots = [BASE, *(moved_adapter(network, unembed=u).freeze(f"s{u}", torch.float32) for u in (True, False))]
+    snapshots = [BASE, *(moved_adapter(network, unembed=u).freeze(f"s{u}") for u in (True, False))]
     shared = [generator.randrange(480) for _ in range(70)]
     cases: list[tuple[list[int], Snapshot, int, int, dict[str, Any]]] = []
     for index in range(soak(quick=14, full=120)):
@@ -308,7 +308,7 @@ def test_threads_move_no_bit(dtype: torch.dtype) -> None:
             work = Pass(network, adapter, data, "cross_entropy", {}, forward_only=False)
             engine.run(work.steps(150), lambda: None).result(60)
             engine.run(iter(()), lambda: adam_step(adapter, AdamParams(0.01))).result(60)
-        snapshot = adapter.freeze("v", dtype)
+        snapshot = adapter.freeze("v")
         jobs = [
             job([(7 * i + j) % 480 for j in range(5 + 31 * (i % 4))], (BASE, snapshot)[i % 2], i, samples=1 + i % 2)
             for i in range(8)
@@ -323,9 +323,31 @@ def test_threads_move_no_bit(dtype: torch.dtype) -> None:
     assert everything(3) == one
 
 
+def test_weights_in_bfloat16_are_rounded_and_nothing_else_is() -> None:
+    """Logprobs and the gradient are those of float32 with the same rounded weights, to float32's own rounding."""
+    folder = sources.resolve("tiny").folder
+    narrow, wide = Network(folder, torch.bfloat16), Network(folder)
+    for layer in [wide._head, *(m.base for m in wide.body.modules() if isinstance(m, LoraLinear))]:
+        layer._weight = layer._weight.bfloat16().float()
+    for parameter in wide.model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    data = [random_datum(random.Random(n), n, 480) for n in (30, 7)]
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for network in (narrow, wide):
+        adapter = moved_adapter(network)
+        work = Pass(network, adapter, data, "cross_entropy", {}, forward_only=False)
+        for _ in work.steps(100):
+            pass
+        gradient = torch.cat([p.grad.flatten() for _, p in adapter.parameters() if p.grad is not None])
+        found.append((torch.cat(work.outcome.logprobs), gradient))
+    (logprobs, gradient), (want, want_gradient) = found
+    assert float((logprobs - want).abs().max()) < 1e-5
+    assert float((gradient - want_gradient).norm() / want_gradient.norm()) < 1e-5
+
+
 def test_snapshots_do_not_move_when_training_goes_on(network: Any, engine: Engine) -> None:
     adapter = moved_adapter(network)
-    snapshot = adapter.freeze("frozen", torch.float32)
+    snapshot = adapter.freeze("frozen")
     prompt = [5, 6, 7, 8]
     (before,) = sample(engine, [job(prompt, snapshot, seed=1)])
     for _ in range(3):
@@ -338,7 +360,7 @@ def test_snapshots_do_not_move_when_training_goes_on(network: Any, engine: Engin
     (after,) = sample(engine, [job(prompt, snapshot, seed=1)])
     assert after.samples == before.samples
     assert after.scores == before.scores
-    (moved,) = sample(engine, [job(prompt, adapter.freeze("later", torch.float32), seed=1)])
+    (moved,) = sample(engine, [job(prompt, adapter.freeze("later"), seed=1)])
     assert moved.scores != before.scores
 
 
@@ -408,7 +430,7 @@ def test_a_model_that_diverged_is_an_error(network: Any, engine: Engine) -> None
     adapter = moved_adapter(network)
     with torch.no_grad():
         adapter.b["unembed"].fill_(float("nan"))
-    broken = adapter.freeze("nan", torch.float32)
+    broken = adapter.freeze("nan")
     good, bad, single = job([1, 2, 3], BASE, seed=1), job([1, 2, 3], broken, seed=1), job([1], broken, seed=1)
     for one in (bad, good, single):
         engine.submit(one)

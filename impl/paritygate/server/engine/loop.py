@@ -159,7 +159,7 @@ class Engine:
         missing = next((page for page in job.pages if page not in self.prefix), None)
         if missing is not None and any(missing in other.pages for other in self._prefilling):
             return False
-        sequence = Sequence(self.network.shape, self.network.dtype, job.prompt, job.capacity())
+        sequence = Sequence(self.network.shape, job.prompt, job.capacity())
         used = self._active_bytes()
         if used and used + sequence.reserved > self.limits.active_cache_bytes:
             return False

@@ -15,14 +15,13 @@ KEY_BLOCK = 64  # capacities are multiples of this, the attention's block of key
 
 
 class Sequence:
-    """One sequence in the making: keys and values (L, 2, K, capacity, D) in fp32, hidden states, how many are computed.
+    """One sequence in the making: keys and values (L, 2, K, capacity, D), hidden states, how many are computed.
 
     Memory grows as tokens come; `reserved` counts what it may grow to.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, tokens: list[int], capacity: int) -> None:
+    def __init__(self, shape: Shape, tokens: list[int], capacity: int) -> None:
         self.shape = shape
-        self.dtype = dtype
         self.capacity = _whole(capacity)
         self.tokens = list(tokens)
         self.done = 0
@@ -44,7 +43,7 @@ class Sequence:
 
     def fork(self) -> "Sequence":
         """A copy with its own memory."""
-        copy = Sequence(self.shape, self.dtype, self.tokens, self.capacity)
+        copy = Sequence(self.shape, self.tokens, self.capacity)
         copy.done = self.done
         copy._copy(self.kv, self.hidden)
         return copy
@@ -54,7 +53,7 @@ class Sequence:
         # Zeros, not empty: masked keys still enter a product with weight 0, and 0 * NaN is NaN.
         return (
             torch.zeros(shape.layers, 2, shape.kv_heads, length, shape.head_dim),
-            torch.zeros(length, shape.hidden, dtype=self.dtype),
+            torch.zeros(length, shape.hidden),
         )
 
     def _copy(self, kv: Tensor, hidden: Tensor) -> None:

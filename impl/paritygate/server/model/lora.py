@@ -73,7 +73,7 @@ class Adapter:
         a = self.a.get(name)
         if a is None:
             return None
-        return linear(linear(rows, a.to(rows.dtype)), self.b[name].to(rows.dtype)) * self.spec.scale
+        return linear(linear(rows, a), self.b[name]) * self.spec.scale
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter as (name, tensor), in one fixed order."""
@@ -85,11 +85,11 @@ class Adapter:
         """Memory of parameters, gradients and moments."""
         return sum(p.numel() for _, p in self.parameters()) * 4 * 4
 
-    def freeze(self, version: str, dtype: torch.dtype) -> "Snapshot":
+    def freeze(self, version: str) -> "Snapshot":
         """A copy that training cannot reach."""
 
         def frozen(parameter: Tensor) -> FrozenLinear:
-            return FrozenLinear(parameter.detach().to(dtype, copy=True))
+            return FrozenLinear(parameter.detach().clone())
 
         pairs = {name: (frozen(a), frozen(self.b[name]), self.spec.scale) for name, a in self.a.items()}
         return Snapshot(version, pairs)

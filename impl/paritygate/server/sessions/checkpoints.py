@@ -210,11 +210,11 @@ class Store:
         adapter.steps = checkpoint.steps if optimizer else 0
         adapter.moments = {n: (moments[f"{n}.m"], moments[f"{n}.v"]) for n in named if f"{n}.m" in moments}
 
-    def snapshot(self, checkpoint: Checkpoint, targets: list[Target], dtype: torch.dtype) -> Snapshot:
+    def snapshot(self, checkpoint: Checkpoint, targets: list[Target]) -> Snapshot:
         """Frozen weights of a checkpoint."""
         adapter = Adapter(checkpoint.spec, targets)
         self.load_into(adapter, checkpoint, optimizer=False)
-        return adapter.freeze(checkpoint.version, dtype)
+        return adapter.freeze(checkpoint.version)
 
     def listed(self, run: str | None = None) -> list[Checkpoint]:
         """Every live checkpoint, oldest first."""

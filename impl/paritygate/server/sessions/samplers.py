@@ -149,7 +149,7 @@ class Samplers:
         for sampler in self._samplers.values():  # one copy in memory however many sampling sessions share it
             if sampler.version == checkpoint.version and sampler.snapshot is not None:
                 return sampler.snapshot
-        return self.store.snapshot(checkpoint, self.engine.network.targets, self.engine.network.dtype)
+        return self.store.snapshot(checkpoint, self.engine.network.targets)
 
     def _snapshot(self, sampler: Sampler) -> Snapshot:
         """The sampler's weights, read back from disk if they were evicted."""

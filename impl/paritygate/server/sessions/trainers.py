@@ -317,7 +317,7 @@ class Trainers:
                 raise RequestError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
 
             def freeze() -> Snapshot:
-                return model.ready().freeze(f"{model.id}#{uuid.uuid4().hex}", self.engine.network.dtype)
+                return model.ready().freeze(f"{model.id}#{uuid.uuid4().hex}")
 
             def encode(snapshot: Snapshot) -> Payload:
                 sampler = self.samplers.add(f"{model.session}:sample:{number}", model.session, None, snapshot)
