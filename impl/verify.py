@@ -1,4 +1,4 @@
-"""python impl/verify.py --parity [--spec FILE] | RUN_DIR: does a receipt fit this tree; re-check a finished run."""
+"""python impl/verify.py --parity [--spec FILE] | RUN_DIR | FILE: does a receipt fit; re-check a run or receipt."""
 
 import os
 import sys
@@ -12,7 +12,12 @@ from paritygate.bootstrap import Parser, bootstrap, exit_code  # noqa: E402
 def main() -> int:
     """Parse the command line, check, print one line; the exit code."""
     parser = Parser(prog="verify.py", description=__doc__)
-    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="a finished run: re-check it offline")
+    parser.add_argument(
+        "run_dir",
+        nargs="?",
+        metavar="RUN_DIR",
+        help="re-check offline: a finished run, or a service receipt (a file)",
+    )
     parser.add_argument("--parity", action="store_true", help="is there a green parity receipt for this tree?")
     parser.add_argument("--spec", metavar="FILE", help="with --parity: only the losses that this experiment stands on")
     parser.add_argument("--device", default="cpu", metavar="D", help="with --parity: cpu or cuda")
@@ -24,6 +29,10 @@ def main() -> int:
         root = bootstrap(__file__)
         if arguments.parity:
             return parity(root, arguments.spec, arguments.device)
+        if Path(arguments.run_dir).is_file():
+            from paritygate.service.receipt import sentence, verify
+
+            return f"{arguments.run_dir} verifies: {sentence(verify(Path(arguments.run_dir)))}"
         from paritygate.experiment.audit import audit
 
         return "\n".join(audit(Path(arguments.run_dir), root))

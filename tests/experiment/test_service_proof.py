@@ -2,6 +2,8 @@
 
 import gc
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,14 @@ import pytest
 
 from paritygate.backend.contact import Contact
 from paritygate.errors import BadInputError, Refused
+from paritygate.experiment.audit import check_service_proof
 from paritygate.experiment.phases.preflight import service_proof
-from paritygate.experiment.plan.service_obligations import stands_on
+from paritygate.experiment.plan.service_obligations import JSON, RECEIPT, stands_on
 from paritygate.experiment.run.journal import read_lines
-from paritygate.experiment.run.replay import service_proof as checked_again
 from paritygate.receipts import PhaseChain
 from paritygate.server import Running
 from paritygate.service.proof import prove_at
+from paritygate.service.receipt import digest
 from paritygate.service.runner import Result
 from paritygate.spec import load
 from tests.experiment.stub_proof import proving
@@ -47,15 +50,76 @@ def test_a_real_proof_is_part_of_the_run(
     assert set(record["facts"]["outcomes"].items()) >= {("holds", 11), ("departs", 0), ("undecided", 0)}
     figures = {name: entry["figure"] for name, entry in record["facts"]["obligations"].items()}
     assert figures["gradient/importance_sampling"] < 1e-4
-    [line] = checked_again(run)
+    [line] = check_service_proof(run, load(run / "spec.json"))
     assert "11 holds" in line
     gc.collect()
-    path = run / "service-proof.receipt.json"
-    receipt = json.loads(path.read_text())
-    receipt["obligations"][0]["figure"] = 0.0
-    path.write_text(json.dumps(receipt))
-    with pytest.raises(Refused, match="digest does not fit"):
-        checked_again(run)
+
+
+def _forged(run: Path, change: Callable[[dict[str, Any]], object], *, chain: bool = True) -> None:
+    """Forge the service receipt of a run carefully: its digest, that in the chain of phases, and the report too."""
+    path, report = run / RECEIPT, run / JSON
+    value, told = json.loads(path.read_text()), json.loads(report.read_text())
+    change(value)
+    value["sha256"] = digest(value)
+    path.write_text(json.dumps(value))
+    told["obligations"] = [{k: v for k, v in entry.items() if k != "tolerance"} for entry in value["obligations"]]
+    told |= {key: value[key] for key in ("endpoint", "model", "settings")}
+    report.write_text(json.dumps(told))
+    if chain:
+        phases = sorted((run / "phases").iterdir())
+        entries = [json.loads(phase.read_bytes()) for phase in phases]
+        for phase in phases:
+            phase.unlink()
+        for entry in entries:
+            if entry["phase"] == "service_proof":
+                entry["record"]["facts"]["sha256"] = value["sha256"]
+            PhaseChain(run).append(entry["phase"], entry["record"], entry["files"])
+
+
+FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a figure": (lambda r: r["obligations"][3].update(figure=0.3), "does not follow"),
+    "another service": (lambda r: r.update(endpoint="http://example.org"), "of another service"),
+    "another model": (lambda r: r.update(model="some/model"), "of another model"),
+    "another rank": (lambda r: r["settings"].update(rank=1), "another rank"),
+    "a missing obligation": (lambda r: r["obligations"].pop(), "lacks the obligation sampling/distribution"),
+    "asked for less": (lambda r: (r["obligations"].pop(), r["only"].pop()), "other obligations than"),
+    "a departure": (
+        lambda r: r["obligations"][0].update(outcome="departs", figure=0.9),
+        "departs, and the run went on",
+    ),
+    "not shown": (
+        lambda r: r["obligations"][0].update(outcome="undecided", figure=None, bound=None) or _without_figures(r),
+        "gives no reason",
+    ),
+}
+
+
+def _without_figures(receipt: dict[str, Any]) -> None:
+    receipt["obligations"][0] = {k: v for k, v in receipt["obligations"][0].items() if v is not None}
+
+
+def test_a_forged_service_receipt_in_a_run(
+    run_spec: Any, at_tiny: Any, tiny_server: Running, tmp_path: Path, lean: None
+) -> None:
+    at_tiny(tiny_server.base_url)
+    run_spec(small_at_a_service(), until="service_proof")
+    exp = load(tmp_path / "run" / "spec.json")
+    for name, (change, words) in FORGERIES.items():
+        run = tmp_path / name
+        shutil.copytree(tmp_path / "run", run)
+        assert check_service_proof(run, exp)
+        _forged(run, change)
+        with pytest.raises(Refused, match=words):
+            check_service_proof(run, exp)
+    run = tmp_path / "run"
+    report = json.loads((run / JSON).read_text())
+    report["obligations"][0]["because"] = "another story"
+    (run / JSON).write_text(json.dumps(report))
+    with pytest.raises(Refused, match=r"is not that of service-proof\.json"):
+        check_service_proof(run, exp)
+    _forged(run, lambda r: r.update(calls=1), chain=False)
+    with pytest.raises(Refused, match="that the phase service_proof wrote"):
+        check_service_proof(run, exp)
 
 
 def test_a_departure_refuses_the_run_with_both_numbers(

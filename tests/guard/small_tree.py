@@ -26,6 +26,7 @@ COPIED = (
     "impl/paritygate/bootstrap.py",
     "impl/paritygate/errors.py",
     "spec/allowed_signers",
+    "spec/service.json",
     "tests/conftest.py",
     "impl/paritygate_pytest.py",
 )

@@ -464,10 +464,10 @@ def test_memory_that_cannot_be_had_fails_that_request_only(engine: Engine, monke
 
     whole = module.Sequence
 
-    def small(shape: Any, dtype: Any, tokens: list[int], capacity: int) -> Any:
+    def small(shape: Any, tokens: list[int], capacity: int) -> Any:
         if capacity > 5000:
             raise MemoryError("no room")
-        return whole(shape, dtype, tokens, capacity)
+        return whole(shape, tokens, capacity)
 
     monkeypatch.setattr(module, "Sequence", small)
     huge, fine = job([1], BASE, seed=0, tokens=6000), job([1], BASE, seed=0)

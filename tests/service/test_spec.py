@@ -43,7 +43,7 @@ def test_only_takes_groups_and_names_and_what_they_stand_on() -> None:
     ("text", "words"),
     [
         (None, "cannot be read"),
-        ("{", "is not JSON"),
+        ("{", "is not JSON that can be used"),
         ("[]", "no object `obligations`"),
         ('{"obligations": {"a/b": {}}}', "a/b cannot be used"),
         (

@@ -17,6 +17,7 @@ from paritygate.agent.judge.judgement import DIMENSIONS
 from paritygate.agent.judge.rules import judge_messages
 from paritygate.agent.trajectory import GRADED, Trajectory
 from paritygate.errors import BadInputError, Refused
+from paritygate.experiment.plan.service_obligations import JSON, RECEIPT, proof_settings, stands_on
 from paritygate.experiment.protocol import PHASES
 from paritygate.experiment.run.journal import finite
 from paritygate.experiment.run.replay import replay
@@ -24,6 +25,9 @@ from paritygate.experiment.step.advantages import group_advantages
 from paritygate.receipts import PhaseChain, canonical
 from paritygate.receipts.environment import installed
 from paritygate.receipts.signature import run_signer
+from paritygate.service import report as reports
+from paritygate.service.receipt import receipt as service_receipt
+from paritygate.service.receipt import verify
 from paritygate.spec import Experiment, SpecError, load
 from paritygate.spec.strict import parse_json, read_plain
 
@@ -46,6 +50,7 @@ def audit(run_dir: Path, root: Path) -> list[str]:
         raise Refused(f"{run_dir / 'spec.json'} names no experiment: such a run has no directory.")
     try:
         stopped = check_phases(run_dir, exp)
+        proved = check_service_proof(run_dir, exp)
         check_metrics(run_dir)
         check_items(run_dir, exp, stopped)
         trajectories = check_evaluation(run_dir, exp)
@@ -57,6 +62,7 @@ def audit(run_dir: Path, root: Path) -> list[str]:
     signer = run_signer(root, run_dir)
     return [
         *lines[:-1],
+        *proved,
         f"signed by {signer}" if signer else "not signed: digests alone do not show who made it",
         f"{len(trajectories)} evaluated episodes: items, rule scores and advantages computed anew; {graded}; {drawn}",
         lines[-1],
@@ -80,6 +86,46 @@ def check_phases(run_dir: Path, exp: Experiment) -> str | None:
         if leftovers := sorted((run_dir / "units").glob(f"{name}-*")):
             raise Refused(f"{leftovers[0]} is there, though a gate stopped the run before, at {stopped}.")
     return stopped
+
+
+def check_service_proof(run_dir: Path, exp: Experiment) -> list[str]:
+    """One line about the service's proof; Refused unless its receipt is whole and fits the spec and the run's files.
+
+    Held: the digest in the chain of phases and in receipt.json, the service, model, rank and Adam of the run, the
+    obligations that the arms stand on, the reason for each that was not shown, and the report beside the receipt.
+    """
+    chain = PhaseChain(run_dir)
+    if "service_proof" not in chain.completed:
+        return []
+    path = run_dir / RECEIPT
+    receipt, facts, asked = verify(path), chain.record("service_proof")["facts"], stands_on(exp)
+
+    def hold(right: bool, what: str) -> None:
+        if not right:
+            raise Refused(f"{path} {what}.")
+
+    hold(receipt["sha256"] == facts["sha256"], "is not the receipt that the phase service_proof wrote")
+    if (run_dir / "receipt.json").exists():
+        named = record_of(run_dir / "receipt.json")["predicate"]["buildDefinition"]["resolvedDependencies"]
+        digests = [entry["digest"]["sha256"] for entry in named if entry.get("name") == "service proof"]
+        hold(digests == [receipt["sha256"]], "is not the service proof that receipt.json names")
+    endpoint = chain.record("service_preflight")["facts"]["endpoint"]
+    local = receipt["endpoint"].startswith("http://127.0.0.1:")
+    there = receipt["endpoint"] == endpoint or (endpoint == "embedded" and local)
+    hold(there, f"is of another service than {endpoint}")
+    hold(receipt["model"] == exp.base_model, f"is of another model than {exp.base_model}")
+    hold(receipt["settings"] == proof_settings(exp), "is of another rank, other betas or other material than the run's")
+    names = [entry["name"] for entry in receipt["obligations"]]
+    hold(names == [entry.name for entry in asked.entries], "has other obligations than those that the arms stand on")
+    hold(receipt["spec_sha256"] == asked.sha256, "is held to another spec/service.json")
+    for entry in receipt["obligations"]:
+        hold(entry["outcome"] != "departs", f"says that {entry['name']} departs, and the run went on")
+        shown = entry["outcome"] == "holds" or entry["name"] in exp.protocol.service.undecided
+        hold(shown, f"does not show {entry['name']}, and the spec gives no reason to go on without it")
+    report = reports.read(run_dir / JSON)
+    hold(report is not None and service_receipt(report, asked) == receipt, f"is not that of {JSON}")
+    counts = ", ".join(f"{count} {name}" for name, count in facts["outcomes"].items() if count)
+    return [f"the service at {receipt['endpoint']} was proved with SDK {receipt['sdk']}: {counts}"]
 
 
 def check_metrics(run_dir: Path) -> None:

@@ -72,6 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     from paritygate.service import report as reports
     from paritygate.service.lab import Settings
 
+    reports.check_writable(args.json)
     earlier = None if args.fresh else reports.read(args.json)
     if earlier is not None and not earlier.complete and not args.quiet:
         print(f"{args.json} is of an unfinished run: what it has is kept where it is of this one.", file=sys.stderr)
@@ -93,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
         earlier=earlier,
         save=save,
     )
-    _finish(args.json, report)
+    _finish(args.json, report, obligations)
     return 3 if any(result.outcome == "departs" for result in report.results) else 0
 
 
@@ -102,14 +103,14 @@ def _say(result: "Result", place: str) -> None:
     print(f"{place} {result.name}: {result.outcome}{figure}", file=sys.stderr, flush=True)
 
 
-def _finish(path: Path, report: "Report") -> None:
+def _finish(path: Path, report: "Report", obligations: spec.Obligations) -> None:
     import json
 
     from paritygate.service import report as reports
     from paritygate.service.receipt import receipt
 
     written = path.with_suffix(".receipt.json")
-    reports.write(written, json.dumps(receipt(report), indent=1) + "\n")
+    reports.write(written, json.dumps(receipt(report, obligations), indent=1) + "\n")
     print(reports.table(report.results))
     print(reports.summary(report))
     print(f"{path}, {path.with_suffix('.html')}, {written}")

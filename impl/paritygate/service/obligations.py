@@ -1,13 +1,13 @@
 """spec/service.json: the obligations of a service, read and checked without any library."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paritygate.errors import BadInputError
+from paritygate.spec.strict import parse_json, read_plain
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,14 @@ class Obligation:
 
 @dataclass(frozen=True)
 class Obligations:
-    """Those of one file, in the order in which they are checked, and the digest of its bytes."""
+    """Those of one file, in the order in which they are checked, and the digest of its bytes.
+
+    chosen: the groups and names that `only` was asked for; empty where all of the file are meant.
+    """
 
     entries: tuple[Obligation, ...]
     sha256: str
+    chosen: tuple[str, ...] = ()
 
     def only(self, chosen: Sequence[str]) -> "Obligations":
         """Those whose group or name is among `chosen`, and what they stand on; BadInputError for an unknown one."""
@@ -49,7 +53,7 @@ class Obligations:
                 )
         wanted = {e.name for e in self.entries if e.name in chosen or e.group in chosen}
         needed = {need for e in self.entries if e.name in wanted for need in e.needs}
-        return Obligations(tuple(e for e in self.entries if e.name in wanted | needed), self.sha256)
+        return Obligations(tuple(e for e in self.entries if e.name in wanted | needed), self.sha256, tuple(chosen))
 
 
 def _ordered(obligations: Obligations) -> list[str]:
@@ -67,12 +71,12 @@ def load(path: Path | None = None) -> Obligations:
     """The obligations in `path`; BadInputError names the file and the entry that cannot be used."""
     path = path or default_path()
     try:
-        data = path.read_bytes()
-        value = json.loads(data)
+        data = read_plain(path)
+        value = parse_json(data)
     except OSError as error:
         raise BadInputError(f"{path} cannot be read ({error.strerror}).") from error
     except ValueError as error:
-        raise BadInputError(f"{path} is not JSON ({error}).") from error
+        raise BadInputError(f"{path} is not JSON that can be used ({error}).") from error
     if not isinstance(value, dict) or not isinstance(value.get("obligations"), dict):
         raise BadInputError(f"{path} is no file of service obligations: it has no object `obligations`.")
     tolerances = value.get("tolerances", {})

@@ -3,8 +3,9 @@
 import html
 import json
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,17 @@ def write(path: Path, text: str) -> None:
         raise BadInputError(f"{path} cannot be written ({error.strerror}).") from error
 
 
+def check_writable(path: Path) -> None:
+    """BadInputError unless a file can be written at `path`: found out before a service is asked for anything."""
+    if path.is_dir():
+        raise BadInputError(f"{path} is a folder; name a file for the results.")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return
+    except OSError as error:
+        raise BadInputError(f"{path} cannot be written ({error.strerror}).") from error
+
+
 def write_json(path: Path, report: Report) -> None:
     """The report as JSON to `path`, whole or not at all; BadInputError where it cannot be written."""
     write(path, json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
@@ -90,21 +102,14 @@ def read(path: Path) -> Report | None:
         ) from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise BadInputError(f"{path} is there and is no service proof of ours; name another file.")
-    results = [Result(**entry) for entry in value["obligations"]]
-    names = (
-        "endpoint",
-        "model",
-        "models",
-        "sdk",
-        "spec_sha256",
-        "settings",
-        "noise",
-        "calls",
-        "tokens",
-        "seconds",
-        "time",
-    )
-    return Report(**{name: value[name] for name in names}, complete=value["complete"], results=results)
+    try:
+        results = [Result(**entry) for entry in value["obligations"]]
+        names = [field.name for field in fields(Report) if field.name != "results"]
+        return Report(**{name: value[name] for name in names}, results=results)
+    except (KeyError, TypeError) as error:
+        raise BadInputError(
+            f"{path} is there and is no whole service proof ({error!r}); name another file, or delete it."
+        ) from None
 
 
 def table(results: Sequence[Result]) -> str:

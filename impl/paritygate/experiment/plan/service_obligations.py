@@ -1,6 +1,10 @@
 """Which obligations of a service (spec/service.json) the arms of an experiment stand on."""
 
+import dataclasses
+from typing import Any
+
 from paritygate.errors import BadInputError
+from paritygate.service.lab import Settings
 from paritygate.service.obligations import Obligations, load
 from paritygate.spec import Experiment
 
@@ -18,6 +22,8 @@ ALL_ARMS = (
     "sampling/distribution",
 )
 WARM_START = ("value/cross_entropy",)
+DRAWS = 1024  # single tokens for sampling/distribution
+JSON, PAGE, RECEIPT = (f"service-proof{end}" for end in (".json", ".html", ".receipt.json"))
 LOGIT_ARMS = ("value/several_targets", "gradient/several_targets")
 
 
@@ -39,6 +45,11 @@ def stands_on(exp: Experiment) -> Obligations:
                 f"{exp.path}: /protocol/service/undecided: {name!r} is no obligation of spec/service.json."
             )
     return everything.only(names)
+
+
+def proof_settings(exp: Experiment) -> dict[str, Any]:
+    """What the proof is run with, as its receipt has it: the experiment's rank and betas."""
+    return dataclasses.asdict(Settings(rank=exp.lora_rank, draws=DRAWS, beta1=exp.adam.beta1, beta2=exp.adam.beta2))
 
 
 def price(exp: Experiment) -> tuple[int, int]:

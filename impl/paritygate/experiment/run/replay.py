@@ -22,26 +22,9 @@ def replay(run_dir: Path, root: Path) -> list[str]:
         for name in sorted(then.keys() | here.keys())
         if then.get(name) != here.get(name)
     ]
-    lines += service_proof(run_dir)
     path = run_dir / "verdict.json"
     outcome = json.loads(path.read_bytes())["outcome"] if path.exists() else "none, a gate stopped the run"
     return [*lines, f"{run_dir} verifies; the verdict, recomputed from the per-item results: {outcome}"]
-
-
-def service_proof(run_dir: Path) -> list[str]:
-    """One line about the service receipt of the run; Refused where it was changed or is not the one of its phase."""
-    from paritygate.receipts import PhaseChain
-    from paritygate.service.receipt import verify
-
-    chain = PhaseChain(run_dir)
-    if "service_proof" not in chain.completed:
-        return []
-    path = run_dir / "service-proof.receipt.json"
-    receipt, facts = verify(path), chain.record("service_proof")["facts"]
-    if receipt["sha256"] != facts["sha256"]:
-        raise Refused(f"{path} is not the receipt that the phase service_proof wrote: its digest is another.")
-    counts = ", ".join(f"{count} {name}" for name, count in facts["outcomes"].items() if count)
-    return [f"the service at {receipt['endpoint']} was proved with SDK {receipt['sdk']}: {counts}"]
 
 
 def stands_on(run_dir: Path) -> tuple[str, ...]:

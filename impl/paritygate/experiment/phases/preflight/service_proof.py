@@ -4,7 +4,7 @@ import asyncio
 import json
 
 from paritygate.errors import Refused
-from paritygate.experiment.plan.service_obligations import stands_on
+from paritygate.experiment.plan.service_obligations import JSON, PAGE, RECEIPT, proof_settings, stands_on
 from paritygate.experiment.run.journal import Record
 from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.state import State
@@ -16,8 +16,6 @@ from paritygate.service.report import Report
 from paritygate.service.runner import Result, outcomes
 
 PHASE = "service_proof"
-JSON, PAGE, RECEIPT = (f"service-proof{end}" for end in (".json", ".html", ".receipt.json"))
-DRAWS = 1024
 LIMIT = 600.0  # seconds for one call
 
 
@@ -27,9 +25,7 @@ async def service_proof(state: State) -> Decided:
     An unfinished proof is gone on with; the service receipt is part of the run.
     """
     backend = await state.backend()
-    obligations, adam = stands_on(state.exp), state.exp.adam
-    settings = Settings(rank=state.exp.lora_rank, draws=DRAWS, beta1=adam.beta1, beta2=adam.beta2)
-    files = state.directory
+    obligations, files = stands_on(state.exp), state.directory
 
     def save(report: Report) -> None:
         reports.write_json(files / JSON, report)
@@ -44,12 +40,12 @@ async def service_proof(state: State) -> Decided:
         backend.api_key,
         state.exp.base_model,
         obligations,
-        settings=settings,
+        settings=Settings(**proof_settings(state.exp)),
         limit=LIMIT,
         earlier=reports.read(files / JSON),
         save=save,
     )
-    signed = receipt(report)
+    signed = receipt(report, obligations)
     reports.write(files / RECEIPT, json.dumps(signed, indent=1) + "\n")
     judge(state, report)
     counts = outcomes(report.results)
