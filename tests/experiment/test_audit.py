@@ -20,10 +20,6 @@ Forge = Callable[[Path], object]
 
 @pytest.fixture
 def honest(run_spec: Any, scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    async def none(_: Any) -> list[Any]:
-        return []
-
-    monkeypatch.setattr("paritygate.experiment.correctness.paths.model_comparisons", none)
     monkeypatch.setattr(audit, "replay", lambda *_: ["the verdict"])  # digests have tests of their own
     scripted(ScriptedService())
     run_spec(brief())
@@ -117,7 +113,8 @@ def test_a_run_that_contradicts_itself(honest: Path, tmp_path: Path) -> None:
     lines = audit.audit(honest, ROOT)
     assert lines[-1] == "the verdict"
     assert "rewards graded anew; the page made anew" in lines[-2]
-    assert lines[0] == "not signed: digests alone do not show who made it"
+    assert lines[0] == "the service at http://scripted was proved with SDK stand-in: 18 holds"
+    assert lines[1] == "not signed: digests alone do not show who made it"
     for name, (forge, sentence) in FORGERIES.items():
         run = tmp_path / "forged"
         shutil.copytree(honest, run)

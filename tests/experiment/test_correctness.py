@@ -16,6 +16,7 @@ from paritygate.experiment.correctness.comparison import compare_values, recorde
 from paritygate.spec import load
 from paritygate.spec.experiment import CorrectnessPath
 from paritygate_reference import sdpo as reference
+from tests.experiment import model_gradients
 from tests.experiment.scaled_spec import brief
 from tests.experiment.tiny_spec import ROOT
 from tests.golden.golden_numbers import golden, inputs, sampled_gradient
@@ -47,7 +48,7 @@ def test_both_paths_pass_as_they_are() -> None:
 
 @pytest.mark.parametrize("path", [GRPO, SDPO], ids=lambda path: path.id)
 def test_loss_and_gradient_through_the_embedded_model(path: CorrectnessPath) -> None:
-    comparisons = asyncio.run(correctness.model_comparisons(path))
+    comparisons = asyncio.run(model_gradients.model_comparisons(path))
     assert all(comparison.passed for comparison in comparisons)
     for gradient in (comparison for comparison in comparisons if comparison.tolerance.endswith("gradient")):
         assert gradient.values > 1000
@@ -110,14 +111,14 @@ def test_a_wrong_advantage_path_is_found(mistake: str, monkeypatch: pytest.Monke
 
 def test_a_wrong_loss_through_the_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean over positions in place of the sum: the mistake that one known backend makes."""
-    right = correctness.TokenSequence.datum
+    right = model_gradients.TokenSequence.datum
 
     def averaged(sequence: Any) -> Any:
         count = len(sequence.tokens) - 1
         return right(dataclasses.replace(sequence, advantages=[a / count for a in sequence.advantages]))
 
-    monkeypatch.setattr(correctness.TokenSequence, "datum", averaged)
-    assert not any(comparison.passed for comparison in asyncio.run(correctness.model_comparisons(GRPO)))
+    monkeypatch.setattr(model_gradients.TokenSequence, "datum", averaged)
+    assert not any(comparison.passed for comparison in asyncio.run(model_gradients.model_comparisons(GRPO)))
 
 
 def test_a_failed_comparison_refuses_the_run(

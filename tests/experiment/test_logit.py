@@ -14,12 +14,12 @@ from paritygate.agent.judge import Judged
 from paritygate.agent.rollouts import Rollout, TeacherScores
 from paritygate.agent.trajectory import Trajectory
 from paritygate.backend import connect
-from paritygate.experiment.correctness import model_gradients
 from paritygate.experiment.run.journal import read_lines
 from paritygate.experiment.step.logit import logit_datums
 from paritygate.server import Running, start
 from paritygate.server.model.sources import resolve
 from paritygate_reference import sdpo as reference
+from tests.experiment import model_gradients
 from tests.experiment.tiny_spec import small_at_a_service
 
 K = 8

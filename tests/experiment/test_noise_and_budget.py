@@ -73,14 +73,14 @@ def test_an_update_that_drowns_in_noise_is_recorded_and_stops_nothing() -> None:
 
 def test_the_negative_control_is_recorded_and_stops_only_what_it_must() -> None:
     """Noise that passes a gate by itself is a deviation; a sibling that moves nothing beyond it stops."""
-    run, positions = state(), {"on_mask": 5, "off_mask": 0}
+    run = state()
     noisy = forced_checks.Gap.of([0.02, 0.03])
     forced_checks.record_noise(run, noisy)
     assert run.recorded == ["gate_within_noise"]
-    assert forced_checks.find_problems(noisy, forced_checks.Gap.of([0.5, 0.9]), positions) == []
-    assert "changes no advantage" in forced_checks.find_problems(noisy, noisy, positions)[0]
+    assert forced_checks.find_problems(noisy, forced_checks.Gap.of([0.5, 0.9])) == []
+    assert "changes no advantage" in forced_checks.find_problems(noisy, noisy)[0]
     broken = forced_checks.Gap.of([math.nan])
-    assert "advantages are nan" in forced_checks.find_problems(broken, noisy, positions)[0]
+    assert "advantages are nan" in forced_checks.find_problems(broken, noisy)[0]
     quiet = state()
     forced_checks.record_noise(quiet, forced_checks.Gap.of([0.0, 0.009]))
     assert quiet.recorded == []

@@ -1,7 +1,9 @@
 """The phase service_proof: a real proof at the tiny server, what it refuses, and its receipt checked again."""
 
+import dataclasses
 import gc
 import json
+import pkgutil
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from paritygate.backend.contact import Contact
 from paritygate.errors import BadInputError, Refused
 from paritygate.experiment.audit import check_service_proof
 from paritygate.experiment.phases.preflight import service_proof
+from paritygate.experiment.plan import service_obligations
 from paritygate.experiment.plan.service_obligations import JSON, RECEIPT, stands_on
 from paritygate.experiment.run.journal import read_lines
 from paritygate.receipts import PhaseChain
@@ -47,11 +50,11 @@ def test_a_real_proof_is_part_of_the_run(
     run_spec(small_at_a_service(), until="service_proof")
     run = tmp_path / "run"
     record = PhaseChain(run).record("service_proof")
-    assert set(record["facts"]["outcomes"].items()) >= {("holds", 11), ("departs", 0), ("undecided", 0)}
+    assert set(record["facts"]["outcomes"].items()) >= {("holds", 18), ("departs", 0), ("undecided", 0)}
     figures = {name: entry["figure"] for name, entry in record["facts"]["obligations"].items()}
     assert figures["gradient/importance_sampling"] < 1e-4
     [line] = check_service_proof(run, load(run / "spec.json"))
-    assert "11 holds" in line
+    assert "18 holds" in line
     gc.collect()
 
 
@@ -156,7 +159,75 @@ def test_a_reason_for_an_obligation_that_is_none(tmp_path: Path) -> None:
         stands_on(load(write_spec(tmp_path, spec)))
 
 
+def _halved(right: Any) -> Any:
+    """`find_loss` of a service whose policy losses are half as large."""
+
+    def find(name: str, config: Any) -> Any:
+        loss, needed = right(name, config)
+        half = loss if name == "cross_entropy" else lambda *arguments: loss(*arguments) / 2
+        return half, needed
+
+    return find
+
+
+def _centred(right: Any) -> Any:
+    """`find_loss` of a service that centres the advantages of a datum: then masked positions train, too."""
+
+    def find(name: str, config: Any) -> Any:
+        loss, needed = right(name, config)
+
+        def centred(logprobs: Any, datum: Any, config: Any) -> Any:
+            tensors = dict(datum.tensors)
+            tensors["advantages"] = tensors["advantages"] - tensors["advantages"].mean()
+            return loss(logprobs, dataclasses.replace(datum, tensors=tensors), config)
+
+        return (loss if name == "cross_entropy" else centred), needed
+
+    return find
+
+
+def _without_moments(right: Any) -> Any:
+    """A restore that forgets the optimizer."""
+    return lambda *arguments, optimizer: right(*arguments, optimizer=False)
+
+
+ENGINE = "paritygate.server.engine"
+FAULTS: dict[str, tuple[str, Any]] = {
+    "value/importance_sampling": (f"{ENGINE}.training.find_loss", _halved),
+    "gradient/importance_sampling": (f"{ENGINE}.training.find_loss", _halved),
+    "gradient/masked": (f"{ENGINE}.training.find_loss", _centred),
+    "state/optimizer_restored": ("paritygate.server.sessions.checkpoints.Store.load_into", _without_moments),
+}
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the SDK's connections
+@pytest.mark.parametrize("obligation", FAULTS)
+def test_a_wrong_service_refuses_the_run_by_name(
+    obligation: str, run_spec: Any, at_tiny: Any, tiny_server: Running, lean: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faults in the server itself, each with the obligation that arms stand on; the others are left out for time."""
+    assert obligation in service_obligations.ALL_ARMS
+    monkeypatch.setattr(service_proof, "prove_at", prove_at)
+    monkeypatch.setattr(service_obligations, "ALL_ARMS", (obligation,))
+    monkeypatch.setattr(service_obligations, "GREEDY", ())
+    place, fault = FAULTS[obligation]
+    monkeypatch.setattr(place, fault(pkgutil.resolve_name(place)))
+    at_tiny(tiny_server.base_url)
+    with pytest.raises(Refused, match=rf"departs from {obligation}: .*figure .*, bound ") as refused:
+        run_spec(small_at_a_service(), until="service_proof")
+    assert refused.value.exit_code == 3
+    gc.collect()
+
+
 def test_what_an_experiment_stands_on(tmp_path: Path) -> None:
     names = {entry.name for entry in stands_on(load(write_spec(tmp_path, small_spec()))).entries}
     assert {"gradient/importance_sampling", "gradient/zero", "state/optimizer_restored"} <= names
     assert "gradient/several_targets" not in names
+    assert "sampling/greedy" in names
+    assert "sampling/temperature" not in names
+    spec = small_spec()
+    spec["eval"]["rollouts_per_task"] = 2
+    spec["protocol"].setdefault("rollout", {})["temperature"] = 0.7
+    names = {entry.name for entry in stands_on(load(write_spec(tmp_path, spec))).entries}
+    assert "sampling/greedy" not in names
+    assert "sampling/temperature" in names

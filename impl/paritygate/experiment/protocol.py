@@ -49,7 +49,7 @@ PHASES: tuple[Phase, ...] = (
     Phase(
         "correctness_preflight",
         "preflight.correctness_preflight:correctness_preflight",
-        "parity green for this tree; both loss paths through a real model (exit 3)",
+        "parity green for this tree; both advantage paths against recorded numbers (exit 3)",
     ),
     Phase(
         "service_preflight",
@@ -75,7 +75,7 @@ PHASES: tuple[Phase, ...] = (
     Phase(
         "forced_checks",
         "preflight.forced_checks:forced_checks",
-        "a sibling changes advantages, an empty block leaves the noise floor, gradients on the mask only",
+        "a sibling changes advantages, an empty block leaves the noise floor",
     ),
     Phase(
         "timing_pilot",

@@ -1,4 +1,4 @@
-"""Both advantage paths against recorded numbers, the live cookbook, and float64 terms through a real model."""
+"""Both advantage paths against recorded numbers and the live cookbook."""
 
 import importlib.metadata
 import math
@@ -9,7 +9,6 @@ import torch
 
 from paritygate.backend import Datum, policy_gradient_datum
 from paritygate.experiment.correctness.comparison import Comparison, compare_values, recorded
-from paritygate.experiment.correctness.model_gradients import TokenSequence, through_server, through_torch
 from paritygate.experiment.step.advantages import group_advantages
 from paritygate.losses import policy_gradient
 from paritygate.spec.experiment import CorrectnessPath
@@ -95,42 +94,6 @@ def _official_comparisons(path: CorrectnessPath) -> list[Comparison]:
         compare_values(path, "reference_loss", "the official code's sampled-token loss", [loss], [case["loss"]]),
         compare_values(path, "reference_gradient", "the official code's gradient", gradient, theirs),
     ]
-
-
-async def model_comparisons(path: CorrectnessPath) -> list[Comparison]:
-    """Loss and gradient of every LoRA B through the embedded server against float64 terms through the same model."""
-    sequences = model_batch(path.id)
-    served, lora_a = await through_server([sequence.datum() for sequence in sequences])
-    expected = through_torch(sequences, lora_a)
-    revisions = ("baseline", "reference") if path.id.startswith("grpo") else ("reference",)
-    values = {
-        "loss": ([served.loss], [expected.loss]),
-        "gradient": (served.gradient, expected.gradient),
-    }
-    return [
-        compare_values(path, f"{revision}_{name}", f"{name} through the embedded model", *pair)
-        for revision in revisions
-        for name, pair in values.items()
-    ]
-
-
-def model_batch(path_id: str) -> list[TokenSequence]:
-    """Four fixed token sequences of one group with sampler logprobs off the policy, and the path's advantages."""
-    generator = torch.Generator().manual_seed(20)
-    tokens: list[list[int]] = []
-    masks: list[list[int]] = []
-    students: list[list[float]] = []
-    teachers: list[list[float]] = []
-    for length in (12, 17, 9, 24):
-        tokens.append(torch.randint(3, 250, (length,), generator=generator).tolist())
-        masks.append([0, 0, 0] + [int(t % 5 != 4) for t in range(3, length)])
-        students.append((-5.5 + 0.4 * torch.randn(length, generator=generator)).tolist())
-        shifts = torch.randn(length, generator=generator).tolist()
-        teachers.append([value + shift for value, shift in zip(students[-1], shifts, strict=True)])
-    kind = "grpo" if path_id.startswith("grpo") else "sdpo_token"
-    composites = [1.0, 2 / 3, 1 / 3, 2 / 3]
-    rows = group_advantages(kind, composites, masks, students, teachers, clip=FAR, hybrid_weight=0.0)
-    return [TokenSequence(*parts) for parts in zip(tokens, masks, students, rows, strict=True)]
 
 
 def _datum_comparisons(path: CorrectnessPath, case: dict[str, Any]) -> list[Comparison]:

@@ -9,22 +9,30 @@ from paritygate.service.obligations import Obligations, load
 from paritygate.spec import Experiment
 
 ALL_ARMS = (
+    "wire/models",  # the base model and the rank of the spec
     "value/importance_sampling",
     "gradient/cross_entropy",
     "gradient/importance_sampling",
-    "gradient/zero",  # a position off the mask has advantage 0: it must leave no gradient
+    "gradient/masked",  # a position that is no action has advantage 0: it must leave no gradient
+    "gradient/zero",
     "sums/alone",
-    "optimiser/betas",
+    "optimiser/betas",  # at the spec's own
+    "optimiser/eps",
+    "optimiser/clip_off",  # the arms ask for no clipping
     "state/optimizer_restored",
     "state/saved_exactly",
     "state/snapshot_frozen",
     "sampling/three_ways",
-    "sampling/distribution",
+    "sampling/distribution",  # of every rollout
+    "sampling/stop_token",  # where a turn ends
+    "isolation/two_tenants",  # the arms are two clients
 )
+GREEDY = ("sampling/greedy",)
+TEMPERED = ("sampling/temperature",)
 WARM_START = ("value/cross_entropy",)
-DRAWS = 1024  # single tokens for sampling/distribution
+LOGIT_ARMS = ("value/several_targets", "gradient/several_targets", "sampling/topk_logprobs")
+DRAWS = 1024  # single tokens for a distribution
 JSON, PAGE, RECEIPT = (f"service-proof{end}" for end in (".json", ".html", ".receipt.json"))
-LOGIT_ARMS = ("value/several_targets", "gradient/several_targets")
 
 
 def stands_on(exp: Experiment) -> Obligations:
@@ -33,6 +41,10 @@ def stands_on(exp: Experiment) -> Obligations:
     Raises BadInputError where the spec gives a reason to go on without an obligation that does not exist.
     """
     names = [*ALL_ARMS]
+    if exp.eval.rollouts_per_task == 1:  # then the evaluation is greedy
+        names += GREEDY
+    if exp.protocol.rollout.temperature != 1:
+        names += TEMPERED
     if exp.protocol.warm_start is not None:
         names += WARM_START
     if any(arm.kind == "sdpo_logit" for arm in exp.arms):

@@ -137,6 +137,30 @@ def _multiple(lab: Lab, session: Session, data: Sequence[Datum], weights: Sequen
     return f"the nearest is {nearest:.3g} times the weights, {least:.2g} off"
 
 
+def masked(lab: Lab) -> Measured:
+    """An episode: advantage 0 and no sampler logprob on what others said, which adds nothing beside the actions."""
+    whole, _ = lab.policy_data("importance_sampling", lab.weight)
+    logprobs = lab.logprobs(whole)
+    actions = [np.arange(len(d.tokens)) % 4 >= 2 for d in whole]
+    data = [
+        d.with_inputs(**{name: np.where(acted, value, 0.0) for name, value in d.inputs.items()})
+        for d, acted in zip(whole, actions, strict=True)
+    ]
+    weights, everywhere = (
+        [o.weights for o in lab.oracles("importance_sampling", some, logprobs, {})] for some in (data, whole)
+    )
+    with lab.session() as session:
+        got = lab.arm(session, lambda t: t.forward_backward(data, "importance_sampling"))
+        want = lab.cross_entropy_arm(session, data, weights)
+        wrong = lab.cross_entropy_arm(session, data, everywhere)
+        gap, seen = lab.distance(got, want), lab.distance(wrong, want)
+    because = (
+        f"the step with advantage 0 on half of the positions is {gap:.3g} (relative) from the one with weights on the "
+        f"others alone; gradients on all positions would be {seen:.3g} off"
+    )
+    return Measured(gap, because, seen, lab.step_noise(want, 1.5 * lab.noise.logprob))
+
+
 def several_targets(lab: Lab) -> Measured:
     """(N, K) weights add up: K targets in one datum are K datums with one target each."""
     data = lab.data(1, 8, salt=12)
@@ -231,6 +255,7 @@ CHECKS = {
     "gradient/ppo_defaults": partial(policy_defaults, loss="ppo", defaults=(PPO_DEFAULTS,)),
     "gradient/cispo_defaults": partial(policy_defaults, loss="cispo", defaults=CISPO_DEFAULTS),
     "gradient/custom": custom,
+    "gradient/masked": masked,
     "gradient/zero": zero,
     "gradient/forward_leaves_nothing": forward_leaves_nothing,
     "gradient/cancels": cancels,

@@ -1,4 +1,7 @@
-"""The correctness preflight: parity green for this tree, both advantage paths against recorded numbers and a model."""
+"""The correctness preflight: parity green for this tree, both advantage paths against recorded numbers.
+
+What a model makes of the losses, the service shows itself, in the phase service_proof.
+"""
 
 from paritygate.errors import Refused
 from paritygate.experiment.correctness import paths
@@ -23,7 +26,6 @@ async def correctness_preflight(state: State) -> Decided:
         state.progress.update(path.id)
         check = paths.grpo_path if path.id == "grpo_via_new_advantage_path" else paths.sdpo_path
         comparisons += check(path)
-        comparisons += await paths.model_comparisons(path)
     failed = [comparison for comparison in comparisons if not comparison.passed]
     if failed:
         raise Refused(f"correctness preflight, {failed[0].sentence()}; the run does not start.")

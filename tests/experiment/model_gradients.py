@@ -15,8 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from paritygate.backend import Datum, connect, policy_gradient_datum
+from paritygate.experiment.correctness.comparison import Comparison, compare_values
+from paritygate.experiment.correctness.paths import FAR
+from paritygate.experiment.step.advantages import group_advantages
 from paritygate.server.model.lora import ALPHA
 from paritygate.server.model.sources import resolve
+from paritygate.spec.experiment import CorrectnessPath
 
 MODEL = "tiny"
 RANK = 8
@@ -107,3 +111,39 @@ def _adapt(model: Any, lora_a: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 
 def _add_lora(a: torch.Tensor, b: torch.Tensor, _: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     return output + (inputs[0] @ a.T) @ b.T * (ALPHA / a.shape[0])
+
+
+async def model_comparisons(path: CorrectnessPath) -> list[Comparison]:
+    """Loss and gradient of every LoRA B through the embedded server against float64 terms through the same model."""
+    sequences = model_batch(path.id)
+    served, lora_a = await through_server([sequence.datum() for sequence in sequences])
+    expected = through_torch(sequences, lora_a)
+    revisions = ("baseline", "reference") if path.id.startswith("grpo") else ("reference",)
+    values = {
+        "loss": ([served.loss], [expected.loss]),
+        "gradient": (served.gradient, expected.gradient),
+    }
+    return [
+        compare_values(path, f"{revision}_{name}", f"{name} through the embedded model", *pair)
+        for revision in revisions
+        for name, pair in values.items()
+    ]
+
+
+def model_batch(path_id: str) -> list[TokenSequence]:
+    """Four fixed token sequences of one group with sampler logprobs off the policy, and the path's advantages."""
+    generator = torch.Generator().manual_seed(20)
+    tokens: list[list[int]] = []
+    masks: list[list[int]] = []
+    students: list[list[float]] = []
+    teachers: list[list[float]] = []
+    for length in (12, 17, 9, 24):
+        tokens.append(torch.randint(3, 250, (length,), generator=generator).tolist())
+        masks.append([0, 0, 0] + [int(t % 5 != 4) for t in range(3, length)])
+        students.append((-5.5 + 0.4 * torch.randn(length, generator=generator)).tolist())
+        shifts = torch.randn(length, generator=generator).tolist()
+        teachers.append([value + shift for value, shift in zip(students[-1], shifts, strict=True)])
+    kind = "grpo" if path_id.startswith("grpo") else "sdpo_token"
+    composites = [1.0, 2 / 3, 1 / 3, 2 / 3]
+    rows = group_advantages(kind, composites, masks, students, teachers, clip=FAR, hybrid_weight=0.0)
+    return [TokenSequence(*parts) for parts in zip(tokens, masks, students, rows, strict=True)]
