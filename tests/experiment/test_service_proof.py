@@ -84,7 +84,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another service": (lambda r: r.update(endpoint="http://example.org"), "of another service"),
     "another model": (lambda r: r.update(model="some/model"), "of another model"),
     "another rank": (lambda r: r["settings"].update(rank=1), "another rank"),
-    "a missing obligation": (lambda r: r["obligations"].pop(), "lacks the obligation sampling/distribution"),
+    "a missing obligation": (lambda r: r["obligations"].pop(), "lacks the obligation isolation/two_tenants"),
     "asked for less": (lambda r: (r["obligations"].pop(), r["only"].pop()), "other obligations than"),
     "a departure": (
         lambda r: r["obligations"][0].update(outcome="departs", figure=0.9),
