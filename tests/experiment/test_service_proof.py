@@ -61,13 +61,15 @@ def test_a_real_proof_is_part_of_the_run(
 def _forged(run: Path, change: Callable[[dict[str, Any]], object], *, chain: bool = True) -> None:
     """Forge the service receipt of a run carefully: its digest, that in the chain of phases, and the report too."""
     path, report = run / RECEIPT, run / JSON
-    value, told = json.loads(path.read_text()), json.loads(report.read_text())
+    value, report_json = json.loads(path.read_text()), json.loads(report.read_text())
     change(value)
     value["sha256"] = digest(value)
     path.write_text(json.dumps(value))
-    told["obligations"] = [{k: v for k, v in entry.items() if k != "tolerance"} for entry in value["obligations"]]
-    told |= {key: value[key] for key in ("endpoint", "model", "settings")}
-    report.write_text(json.dumps(told))
+    report_json["obligations"] = [
+        {k: v for k, v in entry.items() if k != "tolerance"} for entry in value["obligations"]
+    ]
+    report_json |= {key: value[key] for key in ("endpoint", "model", "settings")}
+    report.write_text(json.dumps(report_json))
     if chain:
         phases = sorted((run / "phases").iterdir())
         entries = [json.loads(phase.read_bytes()) for phase in phases]

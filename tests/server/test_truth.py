@@ -332,15 +332,15 @@ def test_weights_in_bfloat16_are_rounded_and_nothing_else_is() -> None:
     for parameter in wide.model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     data = [random_datum(random.Random(n), n, 480) for n in (30, 7)]
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for network in (narrow, wide):
         adapter = moved_adapter(network)
         work = Pass(network, adapter, data, "cross_entropy", {}, forward_only=False)
         for _ in work.steps(100):
             pass
         gradient = torch.cat([p.grad.flatten() for _, p in adapter.parameters() if p.grad is not None])
-        found.append((torch.cat(work.outcome.logprobs), gradient))
-    (logprobs, gradient), (want, want_gradient) = found
+        pairs.append((torch.cat(work.outcome.logprobs), gradient))
+    (logprobs, gradient), (want, want_gradient) = pairs
     assert float((logprobs - want).abs().max()) < 1e-5
     assert float((gradient - want_gradient).norm() / want_gradient.norm()) < 1e-5
 

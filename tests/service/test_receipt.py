@@ -57,9 +57,9 @@ def written(value: dict[str, Any], folder: Path, *, again: bool) -> Path:
 def test_it_verifies_and_says_what_it_is(tmp_path: Path) -> None:
     value = made()
     assert receipt.verify(written(value, tmp_path, again=False)) == value
-    said = receipt.sentence(value)
-    assert "1 holds, 2 departs, 1 undecided" in said
-    assert "gradient/ppo" in said
+    sentence = receipt.sentence(value)
+    assert "1 holds, 2 departs, 1 undecided" in sentence
+    assert "gradient/ppo" in sentence
     assert not any("program" in entry for entry in value["obligations"])
 
 

@@ -89,12 +89,12 @@ def _held_to(here: Obligations, only: Sequence[str], entries: Sequence[dict[str,
         asked = {entry.name: entry.bound for entry in here.only(only).entries}
     except BadInputError as error:
         raise Refused(f"{where} was asked for what is no obligation: {error}") from None
-    found = [entry["name"] for entry in entries]
+    names = [entry["name"] for entry in entries]
     for name in asked:
-        if name not in found:
+        if name not in names:
             raise Refused(f"{where} lacks the obligation {name}, which was asked for.")
-    for entry, name in zip(entries, found, strict=True):
-        if name not in asked or found.count(name) > 1:
+    for entry, name in zip(entries, names, strict=True):
+        if name not in asked or names.count(name) > 1:
             raise Refused(f"{where} has the obligation {name}, which was not asked for or is there twice.")
         if entry["tolerance"] != asked[name]:
             raise Refused(f"{where} gives {name} a tolerance of {entry['tolerance']:g}; {asked[name]:g} is declared.")

@@ -57,10 +57,10 @@ def _object(schema: Mapping[str, Any], value: Mapping[str, object], place: str) 
     for key in schema.get("required", ()):
         if key not in value:
             yield f"{place}/{key}: missing"
-    known: Mapping[str, Any] = schema.get("properties", {})
+    defined: Mapping[str, Any] = schema.get("properties", {})
     others = schema.get("additionalProperties", {})
     for key, entry in value.items():
-        part = known.get(key, others)
+        part = defined.get(key, others)
         if part is False:
             yield f"{place}/{key}: unknown key"
         else:
