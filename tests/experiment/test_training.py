@@ -200,6 +200,10 @@ def test_evaluation_is_bounded_by_the_services_context_and_training_by_the_spec(
             sequences.setdefault(path.name.split("-")[0], []).append((len(line["tokens"]), line["ended_by"]))
     train = [length for name, rows in sequences.items() if name != "evaluate" for length, _ in rows]
     assert max(train) <= 1200
+    for line in read_lines(tmp_path / "run" / "metrics.jsonl"):  # what was cut is counted, each step
+        rows = read_lines(tmp_path / "run" / "trajectories" / f"{line['phase']}-{line['arm']}-{line['step']:03d}.jsonl")
+        cut = sum(row["ended_by"] == "sequence_limit" for row in rows)
+        assert line["ended_by"]["sequence_limit"] == cut > 0
     assert {ended for _, ended in sequences["evaluate"]} <= {"sequence_limit", "turn_limit"}
     assert 1200 < max(length for length, _ in sequences["evaluate"]) <= 2600
     facts = PhaseChain(tmp_path / "run").record("evaluate")["facts"]

@@ -10,8 +10,10 @@ import pytest
 from paritygate import report
 from paritygate.errors import BadInputError
 from paritygate.report import summary
-from paritygate.report.files import read_run
+from paritygate.report.files import PhaseReceipt, RunFiles, read_run
 from paritygate.report.tokens import transcripts
+from paritygate.spec import load
+from paritygate.spec.schema import spec_folder
 from tests.report.fake_run import HOSTILE, WORDS, make
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -215,3 +217,19 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, word
 def test_a_directory_without_a_run_is_refused(tmp_path: Path):
     with pytest.raises(BadInputError, match=r"no spec\.json"):
         report.write(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("environment", "graded"), [("own", "this project's own retail environment"), ("upstream", "upstream's tau_bench")]
+)
+def test_what_a_reader_of_the_experiment_as_asked_for_must_not_overlook(environment: str, graded: str):
+    facts = {"environment": environment}
+    begun = PhaseReceipt("spec_preflight", "done", "", "", facts, None)
+    spec = dict(load(spec_folder() / "sdpo.json").frozen)
+    run = RunFiles(Path(), spec, (begun,), (), (), (), None, None, None, None)
+    notes = "\n".join(summary.honest_notes(run))
+    assert "An extension of arXiv 2601.20802" in notes
+    assert "no replication of it" in notes
+    assert "Weak evidence: Qwen/Qwen3.5-4B is small" in notes
+    assert "GPT-4o, is replaced by Qwen/Qwen3-8B" in notes
+    assert f"rewards were graded by, {graded}" in notes
