@@ -86,8 +86,9 @@ class Service:
         ids = (*self._renderer._tokenizer.encode(text), self._renderer.get_stop_token_ids()[0])
         return [Sample(ids, (-1.0,) * len(ids), "stop")]
 
-    async def score(self, tokens: Any) -> list[float | None]:
-        """A constant."""
+    async def score(self, tokens: Any, last: int | None = None) -> list[float | None]:
+        """A constant, of every position whatever is asked for."""
+        del last
         await self._wait()
         return [None, *[-1.0] * (len(tokens) - 1)]
 

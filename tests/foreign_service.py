@@ -58,6 +58,7 @@ class Faults:
         }
     )
     detail: str = "injected"  # what an injected refusal says
+    scores_the_end: bool = True  # knows prompt_logprobs_last_n; an older service scores everything without a word
     poll: float = 5.0  # seconds that the wait for an answer is held open before it says 408
 
 
@@ -304,7 +305,8 @@ class ForeignService:
                 raise ValueError(f"{len(tokens)} tokens and {params.get('max_tokens')} more are over {context}")
             message = pb.SampleResponse()
             if scoring:
-                scored = [np.nan if value is None else value for value in await sampler.score(tokens)]
+                last = body.get("prompt_logprobs_last_n") if self.faults.scores_the_end else None
+                scored = [np.nan if value is None else value for value in await sampler.score(tokens, last)]
                 message.prompt_logprobs = np.asarray(scored, "<f4").tobytes()
                 message.sequences.add(tokens=np.zeros(1, "<i4").tobytes(), logprobs=np.zeros(1, "<f4").tobytes())
                 return message.SerializeToString(), PROTOBUF

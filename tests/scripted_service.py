@@ -249,10 +249,12 @@ class ScriptedSampler:
         ended = "stop" if chosen and chosen[-1] in stop else "length"
         return [Sample(tuple(chosen), tuple(self.service.observed(scored[len(tokens) :])), ended)]
 
-    async def score(self, tokens: Sequence[int]) -> list[float | None]:
-        self.service.scores.append({"model": self.model, "path": self.path, "tokens": list(tokens)})
+    async def score(self, tokens: Sequence[int], last: int | None = None) -> list[float | None]:
+        self.service.scores.append({"model": self.model, "path": self.path, "tokens": list(tokens), "last": last})
         async with self.service.call():
-            return [None, *self.service.observed(logprobs_of(self.weights, tokens, self._scale())[1:])]
+            scored = [None, *self.service.observed(logprobs_of(self.weights, tokens, self._scale())[1:])]
+        left_out = 0 if last is None else len(tokens) - last
+        return [None] * left_out + scored[left_out:]
 
     def _scale(self) -> float:
         script = self.service.script

@@ -30,10 +30,16 @@ class Script:
         logprobs = [-(len(self.calls) + i / 1000) for i in range(len(chosen))]
         return [Sample(tuple(chosen), tuple(logprobs), "stop")]
 
-    async def score(self, tokens: Sequence[int]) -> list[float | None]:
+    async def score(self, tokens: Sequence[int], last: int | None = None) -> list[float | None]:
         await asyncio.sleep(self._seconds)
         self.scored.append(list(tokens))
-        return [None, *planted(tokens)[1:]]
+        return only_last([None, *planted(tokens)[1:]], last)
+
+
+def only_last(scored: list[float | None], last: int | None) -> list[float | None]:
+    """The logprobs with None before the last positions, as a service answers that is asked for those alone."""
+    left_out = 0 if last is None else len(scored) - last
+    return [None] * left_out + scored[left_out:]
 
 
 def planted(tokens: Sequence[int]) -> list[float]:

@@ -295,3 +295,36 @@ def test_what_is_saved_has_a_time_limit_where_one_is_asked_for_and_can_be_delete
     ]
     assert service.deleted == [state, sampler]
     assert kept in service.scripted.saved
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+@pytest.mark.parametrize(("faults", "asked"), [({}, [2, 2]), ({"scores_the_end": False}, [None, None, None])])
+def test_the_last_positions_alone_are_asked_for_where_the_service_can(faults, asked):
+    """An older service answers with everything, which the SDK takes for a failure: it is asked so once, and no more."""
+
+    async def act(backend):
+        sampler = await backend.sampling(base_model=USER)
+        return [await sampler.score(TOKENS, 2) for _ in range(2)], await sampler.score(TOKENS)
+
+    with serving(**faults) as service:
+        ends, whole = call(service, act)
+    assert [scores["last"] for scores in service.scripted.scores] == [*asked, None]
+    assert len(whole) == len(TOKENS)
+    assert all(end[-2:] == whole[-2:] for end in ends)
+    if not faults:
+        assert all(end[:-2] == [None, None] for end in ends)
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_a_service_that_refuses_the_field_is_asked_without_it():
+    async def act(backend):
+        sampler = await backend.sampling(base_model=USER)
+        return [await sampler.score(TOKENS, 2) for _ in range(2)]
+
+    def status(kind, number):
+        return 422 if kind == "score" and number == 0 else None
+
+    with serving(status=status) as service:
+        ends = call(service, act)
+    assert [scores["last"] for scores in service.scripted.scores] == [None, None]
+    assert None not in ends[0][1:]

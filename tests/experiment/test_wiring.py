@@ -145,7 +145,8 @@ class Scorer:
     def __init__(self) -> None:
         self.scored: list[list[int]] = []
 
-    async def score(self, tokens: Any) -> list[float | None]:
+    async def score(self, tokens: Any, last: int | None = None) -> list[float | None]:
+        assert last
         self.scored.append(list(tokens))
         return [None, *([-1.0] * (len(tokens) - 1))]
 

@@ -80,11 +80,11 @@ def teacher_context(
 async def teacher_logprobs(sampler: Sampler, context: TeacherContext, trajectory: Trajectory) -> list[float | None]:
     """The teacher's logprob (nats) of each token of `trajectory`, None where its mask is 0: length L, its positions.
 
-    One scoring call over the context and the trajectory's own tokens after its prompt. Position t of the trajectory is
-    position t + len(context.tokens) - prompt_length of what is scored; the None of position 0 is never read.
+    One scoring call over the context and the trajectory's own tokens after its prompt, which alone are asked for.
+    Position t of the trajectory is position t + len(context.tokens) - prompt_length of what is scored.
     """
     rest = trajectory.tokens[trajectory.prompt_length :]
-    scored = await sampler.score([*context.tokens, *rest])
+    scored = await sampler.score([*context.tokens, *rest], len(rest))
     shift = len(context.tokens) - trajectory.prompt_length
     return [scored[t + shift] if mask else None for t, mask in enumerate(trajectory.mask)]
 

@@ -105,6 +105,7 @@ class Guard:
     process_ended: Callable[[], str | None] = field(default=lambda: None)
     answered: float = 0.0  # time.monotonic() of the last HTTP answer below 500 to any request of the session
     unpaid: str | None = None  # what the service said with HTTP 402
+    scores_the_end: bool = True  # whether it can leave out the logprobs before the last positions, until it shows not
     _waiting: int = 0
     _down: "asyncio.Future[None] | None" = None
     _watcher: "asyncio.Task[None] | None" = None

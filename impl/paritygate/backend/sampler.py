@@ -61,22 +61,39 @@ class Sampler:
             raise BackendError(f"Sampling returned {len(response.sequences)} samples, not {num_samples}.")
         return [_sample(sequence) for sequence in response.sequences]
 
-    async def score(self, tokens: Sequence[int]) -> list[float | None]:
+    async def score(self, tokens: Sequence[int], last: int | None = None) -> list[float | None]:
         """The log-probability in nats of each token given those before it: length L, None first.
 
-        Raises BackendError after retries, and when the service returns another length or no number past position 0.
+        last: how many positions at the end are wanted; those before them may be None, where the service can leave them
+        out. Raises BackendError after retries, and when the service returns another length or no number where one is
+        wanted.
         """
-        import tinker
-
-        prompt = tinker.ModelInput.from_ints(list(tokens))
-        logprobs = await self._guard.repeatable("Scoring", lambda: self._client.compute_logprobs(prompt))
+        wanted = len(tokens) - 1 if last is None else last
+        logprobs = await self._scored(tokens, None if wanted == len(tokens) - 1 else wanted)
         if len(logprobs) != len(tokens):
             raise BackendError(f"Scoring returned {len(logprobs)} logprobs for {len(tokens)} tokens.")
         if logprobs and logprobs[0] is not None:
             raise BackendError("Scoring returned a logprob for token 0, which nothing predicts: the list is shifted.")
-        if None in logprobs[1:]:
-            raise BackendError(f"Scoring returned no logprob for token {logprobs.index(None, 1)}.")
+        missing = [index for index in range(len(tokens) - wanted, len(tokens)) if logprobs[index] is None]
+        if tokens and missing:
+            raise BackendError(f"Scoring returned no logprob for token {missing[0]}.")
         return logprobs
+
+    async def _scored(self, tokens: Sequence[int], last: int | None) -> list[float | None]:
+        """Of the last positions only, unless the service has shown that it does not know that field."""
+        import tinker
+
+        prompt = tinker.ModelInput.from_ints(list(tokens))
+        if last is not None and self._guard.scores_the_end:
+            try:
+                return await self._guard.repeatable("Scoring", lambda: self._client.compute_logprobs(prompt, last))
+            except BackendError as error:
+                # The SDK finds everything scored; a stricter service refuses a field that it does not know.
+                refused = isinstance(error.__cause__, tinker.BadRequestError | tinker.UnprocessableEntityError)
+                if not refused and type(error.__cause__) is not RuntimeError:
+                    raise
+            self._guard.scores_the_end = False
+        return await self._guard.repeatable("Scoring", lambda: self._client.compute_logprobs(prompt))
 
     async def topk(self, tokens: Sequence[int], k: int) -> list[list[tuple[int, float]] | None]:
         """The k likeliest (token id, logprob in nats) at each position given those before it: length L, None first."""

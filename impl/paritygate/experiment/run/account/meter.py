@@ -40,9 +40,9 @@ class MeteredSampler:
         self._usage[key(self._role, "sampled")] += sum(len(sample.tokens) for sample in samples)
         return samples
 
-    async def score(self, tokens: Sequence[int]) -> list[float | None]:
+    async def score(self, tokens: Sequence[int], last: int | None = None) -> list[float | None]:
         """As the sampler's."""
-        return await self._scored(len(tokens), self._sampler.score(tokens))
+        return await self._scored(len(tokens), self._sampler.score(tokens, last))
 
     async def topk(self, tokens: Sequence[int], k: int) -> Any:
         """As the sampler's."""
