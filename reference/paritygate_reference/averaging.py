@@ -8,6 +8,7 @@ def three_level_mean(values: Sequence[Sequence[Sequence[float]]]) -> float:
 
     ValueError names the place of an empty batch, an episode with no action or an action with no token.
     Source: SPOD, arXiv 2610.25034, section 3 (longer actions and episodes get no more weight).
+    Obligations: averaging/value, averaging/gradient, averaging/oracle.
     """
     if len(values) == 0:
         raise ValueError("three_level_mean: the batch has no episode")

@@ -14,6 +14,7 @@ def group_mean_advantage(rewards: Sequence[float] | NDArray[np.floating]) -> NDA
 
     ValueError: an empty group, anything but one dimension, a reward that is not finite (its position is named).
     Source: GRPO without the division by the standard deviation (arXiv 2503.20783, section 3).
+    Obligations: grpo/value, grpo/equal_rewards, grpo/constant, grpo/oracle.
     """
     r = [Fraction(float(reward)) for reward in _checks.rewards("group_mean_advantage", rewards)]
     mean = sum(r, Fraction(0)) / len(r)

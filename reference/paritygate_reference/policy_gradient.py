@@ -3,6 +3,7 @@
 Each is a sum over the tokens of one sequence (T,), divided by nothing; a batch is the sum of its sequences. Sampler
 and advantages are constants. Source: tinker-docs.thinkingmachines.ai/tinker/losses (a page a loss) and
 tinker-cookbook: docs/losses.mdx at a2b1b820, tutorials/202_loss_functions.py at 9dfcc3a2. See design/014.
+Obligations: policy_gradient/oracle, policy_gradient/clipped_oracle, policy_gradient/service_oracle.
 """
 
 import numpy as np
@@ -29,7 +30,10 @@ def clipped_objective(r: Array, advantages: Array, low: float, high: float) -> A
 
 
 def clipped_slope(r: Array, advantages: Array, low: float, high: float) -> Array:
-    """d `clipped_objective` / d log r: `r A`, and 0 where `clip(r) A < r A`. At a bound exactly nothing is clipped."""
+    """d `clipped_objective` / d log r: `r A`, and 0 where `clip(r) A < r A`. At a bound exactly nothing is clipped.
+
+    Obligations: policy_gradient/clip_bounds.
+    """
     return np.where(r * advantages <= clip(r, low, high) * advantages, r * advantages, 0.0)
 
 
@@ -41,6 +45,7 @@ def importance_sampling_loss(logprobs: Row, sampler_logprobs: Row, advantages: R
 
     A position with advantage exactly 0 is not read (NaN and None may stand there).
     ValueError: shapes differ, or a value that is read is NaN, +inf, or a sampler logprob of -inf.
+    Obligations: policy_gradient/value, policy_gradient/constants.
     """
     p, q, A = _checks.policy_rows("importance_sampling_loss", logprobs, sampler_logprobs, advantages)
     return 0.0 - exact_sum(ratio(p, q) * A)
@@ -50,6 +55,7 @@ def importance_sampling_grad(logprobs: Row, sampler_logprobs: Row, advantages: R
     """d `importance_sampling_loss` / d logprobs (T,): `-exp(logprobs_t - sampler_logprobs_t) * advantages_t`.
 
     Exactly 0 where the advantage is 0. ValueError as `importance_sampling_loss`.
+    Obligations: policy_gradient/gradient, policy_gradient/closed_form.
     """
     p, q, A = _checks.policy_rows("importance_sampling_loss", logprobs, sampler_logprobs, advantages)
     return 0.0 - ratio(p, q) * A
@@ -68,6 +74,7 @@ def ppo_loss(
     """`-sum_t min(r_t A_t, clip(r_t, low, high) A_t)`, in nats. Positions and errors as `importance_sampling_loss`.
 
     ValueError also: bounds that are no interval of numbers at or above 0. Source: arXiv 1707.06347, equation 7.
+    Obligations: policy_gradient/ppo_value.
     """
     p, q, A = _checks.policy_rows("ppo_loss", logprobs, sampler_logprobs, advantages)
     low, high = _checks.bounds("ppo_loss", clip_low_threshold, clip_high_threshold)
@@ -81,7 +88,10 @@ def ppo_grad(
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
 ) -> Array:
-    """d `ppo_loss` / d logprobs (T,): `-r_t A_t`, 0 where `clip(r_t) A_t < r_t A_t`. ValueError as `ppo_loss`."""
+    """d `ppo_loss` / d logprobs (T,): `-r_t A_t`, 0 where `clip(r_t) A_t < r_t A_t`. ValueError as `ppo_loss`.
+
+    Obligations: policy_gradient/ppo_gradient.
+    """
     p, q, A = _checks.policy_rows("ppo_loss", logprobs, sampler_logprobs, advantages)
     low, high = _checks.bounds("ppo_loss", clip_low_threshold, clip_high_threshold)
     return 0.0 - clipped_slope(ratio(p, q), A, low, high)
@@ -101,6 +111,7 @@ def cispo_loss(
 
     Positions as `importance_sampling_loss`. ValueError also: a logprob of -inf that is read; bounds as `ppo_loss`.
     Source: arXiv 2506.13585, equation 4 without its division by the number of tokens.
+    Obligations: policy_gradient/cispo_value.
     """
     p, q, A = _checks.policy_rows("cispo_loss", logprobs, sampler_logprobs, advantages, finite=True)
     low, high = _checks.bounds("cispo_loss", clip_low_threshold, clip_high_threshold)
@@ -117,6 +128,7 @@ def cispo_grad(
     """The gradient that `cispo_loss` stands for, (T,): `-clip(r_t, low, high) A_t`; no token loses its gradient.
 
     It is not the derivative of the value, whose ratio is held constant. ValueError as `cispo_loss`.
+    Obligations: policy_gradient/cispo_gradient.
     """
     p, q, A = _checks.policy_rows("cispo_loss", logprobs, sampler_logprobs, advantages, finite=True)
     low, high = _checks.bounds("cispo_loss", clip_low_threshold, clip_high_threshold)
@@ -131,6 +143,7 @@ def dro_loss(logprobs: Row, sampler_logprobs: Row, advantages: Row, beta: float)
 
     Every position is read: one with advantage 0 has the penalty still. ValueError: shapes differ, a number that is not
     finite, a negative beta. Source: arXiv 2405.19107; no default of beta is documented.
+    Obligations: policy_gradient/dro_value.
     """
     p, q, A = _checks.policy_rows("dro_loss", logprobs, sampler_logprobs, advantages, finite=True, everywhere=True)
     beta = _checks.not_negative("dro_loss", "beta", beta)
@@ -138,7 +151,10 @@ def dro_loss(logprobs: Row, sampler_logprobs: Row, advantages: Row, beta: float)
 
 
 def dro_grad(logprobs: Row, sampler_logprobs: Row, advantages: Row, beta: float) -> Array:
-    """d `dro_loss` / d logprobs (T,): `-(A_t - beta (logprobs_t - sampler_logprobs_t))`. ValueError as `dro_loss`."""
+    """d `dro_loss` / d logprobs (T,): `-(A_t - beta (logprobs_t - sampler_logprobs_t))`. ValueError as `dro_loss`.
+
+    Obligations: policy_gradient/dro_gradient.
+    """
     p, q, A = _checks.policy_rows("dro_loss", logprobs, sampler_logprobs, advantages, finite=True, everywhere=True)
     beta = _checks.not_negative("dro_loss", "beta", beta)
     return 0.0 - (A - beta * (p - q))
@@ -165,6 +181,7 @@ def gspo_loss(
 
     A position is read where the mask is 1 or the advantage is not 0. A mask of zeros gives 0. ValueError as
     `cispo_loss`, and a mask that is not 0 or 1. Source: arXiv 2507.18071; no default of the bounds is documented.
+    Obligations: policy_gradient/gspo_value.
     """
     p, q, A, mask = _checks.sequence_rows("gspo_loss", logprobs, sampler_logprobs, advantages, sequence_ratio_mask)
     low, high = _checks.bounds("gspo_loss", clip_low_threshold, clip_high_threshold)
@@ -186,6 +203,7 @@ def gspo_grad(
 
     The ratio of token t is taken as `sg(s) pi_t / sg(pi_t)`. Where the mask is 1 everywhere and all advantages are
     equal, this is the derivative of the value too. ValueError as `gspo_loss`. Source: arXiv 2507.18071, equation 14.
+    Obligations: policy_gradient/gspo_gradient.
     """
     p, q, A, mask = _checks.sequence_rows("gspo_loss", logprobs, sampler_logprobs, advantages, sequence_ratio_mask)
     low, high = _checks.bounds("gspo_loss", clip_low_threshold, clip_high_threshold)

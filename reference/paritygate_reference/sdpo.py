@@ -1,4 +1,7 @@
-"""SDPO, self-distillation from feedback: advantages at token and sequence level, divergences at logit level."""
+"""SDPO, self-distillation from feedback: advantages at token and sequence level, divergences at logit level.
+
+Obligations: sdpo/oracle.
+"""
 
 import math
 from collections.abc import Sequence
@@ -29,6 +32,7 @@ def token_advantage(teacher_logprobs: Row, student_logprobs: Row, mask: Mask, cl
     Values at mask 0 are never read. ValueError: shapes differ, a mask that is not 0 or 1, clip not positive, and at
     mask 1 NaN, +inf or a student of -inf (the position is named); a teacher of -inf gives -clip.
     Source: SDPO, arXiv 2601.20802, section 3.
+    Obligations: sdpo/token_advantage, sdpo/default_clip, sdpo/refusal, sdpo/constants, sdpo/enumeration.
     """
     if not clip > 0.0:
         raise ValueError(f"token_advantage: clip is {clip}; it is positive")
@@ -41,6 +45,7 @@ def sequence_advantage(teacher_logprobs: Row, student_logprobs: Row, mask: Mask)
 
     A sequence without a position to read gives zeros. ValueError as `token_advantage`, and at a teacher of -inf, for
     which no finite mean exists. Source: SDPO, arXiv 2601.20802, sequence-level ablation.
+    Obligations: sdpo/sequence_advantage, sdpo/refusal.
     """
     q, pi, mask_T = _checks.masked_logprobs("sequence_advantage", teacher_logprobs, student_logprobs, mask)
     for t in np.flatnonzero(q == -math.inf):
@@ -53,6 +58,7 @@ def hybrid_advantage(grpo: ArrayLike, sdpo: ArrayLike, weight: float) -> Array:
     """`weight * A_grpo + (1 - weight) * A_sdpo`, of equal shapes; ValueError: weight outside [0, 1], shapes differ.
 
     Source: SDPO, arXiv 2601.20802, figure 11 (weight 0.9).
+    Obligations: sdpo/hybrid_advantage.
     """
     a, b = np.asarray(grpo, dtype=np.float64), np.asarray(sdpo, dtype=np.float64)
     _checks.inside("hybrid_advantage", "weight", weight)
@@ -94,6 +100,7 @@ def logit_loss(
     sequence_mean, sequence_sum, token_sum. Masked positions are never read. ValueError names the place: bad options or
     shapes, top_k > V, a fully masked batch (except token_sum, 0), a row with NaN or +inf or all -inf.
     Source: SDPO, arXiv 2601.20802, section 3; official code at 0e6d5106.
+    Obligations: sdpo/logit_loss, sdpo/empty.
     """
     options = _Options(divergence, mixture, top_k, tail, aggregation)
     return _logit_loss(student_logits, teacher_logits, mask, options, importance_ratio)[0]
@@ -112,7 +119,10 @@ def logit_loss_grad(
     aggregation: str = "token_mean",
 ) -> Array:
     """d `logit_loss` / d student_logits (B, T, V), exactly 0 at masked positions; NaN in a row whose divergence is +inf
-    because the teacher excludes what the student does. Teacher and ratio are constants. ValueError as `logit_loss`."""
+    because the teacher excludes what the student does. Teacher and ratio are constants. ValueError as `logit_loss`.
+    Obligations: sdpo/logit_gradient, sdpo/factor, sdpo/padded_vocabulary, sdpo/enumeration, sdpo/service_weights,
+    sdpo/service_gradient.
+    """
     options = _Options(divergence, mixture, top_k, tail, aggregation)
     return _logit_loss(student_logits, teacher_logits, mask, options, importance_ratio)[1]
 
@@ -211,6 +221,7 @@ def ema(teacher: ArrayLike, student: ArrayLike, rate: float) -> Array:
     """`(1 - rate) teacher + rate student`, on parameters of equal shapes.
 
     ValueError: rate outside [0, 1], shapes differ. Source: SDPO, arXiv 2601.20802, teacher regularisation.
+    Obligations: sdpo/teacher.
     """
     return _between("ema", np.asarray(teacher, dtype=np.float64), np.asarray(student, dtype=np.float64), rate)
 
@@ -219,20 +230,27 @@ def trust_region(initial_logits: ArrayLike, student_logits: ArrayLike, rate: flo
     """`(1 - rate) initial + rate student`, on logits (..., V): the teacher stays near the initial one.
 
     ValueError as `ema`. Source: SDPO, arXiv 2601.20802, teacher regularisation.
+    Obligations: sdpo/teacher.
     """
     initial, student = np.asarray(initial_logits, dtype=np.float64), np.asarray(student_logits, dtype=np.float64)
     return _between("trust_region", initial, student, rate)
 
 
 def frozen_initial(initial_logits: ArrayLike, student_logits: ArrayLike) -> Array:
-    """The initial policy's logits (..., V) as the teacher, whatever the student has become."""
+    """The initial policy's logits (..., V) as the teacher, whatever the student has become.
+
+    Obligations: sdpo/unmixed_teacher.
+    """
     return _between(
         "frozen_initial", np.asarray(initial_logits, np.float64), np.asarray(student_logits, np.float64), 0.0
     )
 
 
 def current(initial_logits: ArrayLike, student_logits: ArrayLike) -> Array:
-    """The current policy's logits (..., V) as the teacher: the experiment's choice."""
+    """The current policy's logits (..., V) as the teacher: the experiment's choice.
+
+    Obligations: sdpo/unmixed_teacher.
+    """
     return _between("current", np.asarray(initial_logits, np.float64), np.asarray(student_logits, np.float64), 1.0)
 
 
@@ -254,6 +272,7 @@ def select_sibling(
     threshold (the official code at 0e6d5106). Never `index` itself; a composite of None was not judged: passed over.
     Composites and threshold are compared to 12 decimals.
     ValueError: index outside the group, an unknown rule, a composite or threshold that is NaN.
+    Obligations: sdpo/sibling.
     """
     if not 0 <= index < len(composites):
         raise ValueError(f"select_sibling: index {index} lies outside the group of {len(composites)}")

@@ -1,4 +1,7 @@
-"""SPOD, success-preserving distillation: the KL of an action, or a floor where the student's success is protected."""
+"""SPOD, success-preserving distillation: the KL of an action, or a floor where the student's success is protected.
+
+Obligations: spod/oracle.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,17 +18,26 @@ Episodes = Sequence[Mapping[str, Any]]
 
 
 def gate(success: bool, student_logprob: float, teacher_logprob: float) -> bool:
-    """`g = 1 if the episode succeeded and l_q < l_p else 0`: an action is protected; strict, a tie is not."""
+    """`g = 1 if the episode succeeded and l_q < l_p else 0`: an action is protected; strict, a tie is not.
+
+    Obligations: spod/gate, spod/tie.
+    """
     return success and teacher_logprob < student_logprob
 
 
 def kl(student: Array, teacher: Array) -> float:
-    """`(1/n) sum_j KL(q_j || p_j)` in nats, of the log-probabilities of an action's rows, (n, V)."""
+    """`(1/n) sum_j KL(q_j || p_j)` in nats, of the log-probabilities of an action's rows, (n, V).
+
+    Obligations: spod/parts.
+    """
     return sum(kl_divergence(q_j, p_j) for p_j, q_j in zip(student, teacher, strict=True)) / len(student)
 
 
 def floor(student_logprob: float, n: int, tau0: float) -> float:
-    """`(1/n) relu(log tau0 - l_p)` in nats, of an action of n tokens."""
+    """`(1/n) relu(log tau0 - l_p)` in nats, of an action of n tokens.
+
+    Obligations: spod/parts, spod/at_floor.
+    """
     return max(math.log(tau0) - student_logprob, 0.0) / n
 
 
@@ -48,6 +60,7 @@ def success_preserving_loss(episodes: Episodes, tau0: float = 0.5, floor_weight:
     `floor_weight` excluded. ValueError names the place: empty batch, episode or action, shapes that differ, a token
     outside [0, V), tau0 outside (0, 1], a negative floor_weight, a row with NaN or +inf or all -inf.
     Source: arXiv 2610.25034, sections 3 and 4.
+    Obligations: spod/loss, spod/padded, spod/fused, spod/negative_control.
     """
     batch = _checked(episodes, tau0, floor_weight)
     kls = [[0.0 if a.gate else kl(a.student, a.teacher) for a in actions] for actions in batch]
@@ -71,6 +84,7 @@ def success_preserving_grad(
 
     With w = 1 / (n S E): `w (p - q)` where unprotected, `floor_weight w (p - onehot)` where protected and under the
     floor, exactly 0 where protected and at or above it. The gate is held fixed. ValueError as the loss.
+    Obligations: spod/gradient, spod/in_place, spod/factor, spod/padded_vocabulary, spod/service_weights.
     """
     batch = _checked(episodes, tau0, floor_weight)
     gradients: list[list[Array]] = []

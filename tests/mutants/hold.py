@@ -19,6 +19,7 @@ from paritygate.spec.losses import load_losses
 from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_CACHES = shutil.ignore_patterns("__pycache__")
 
 
 class Outcome(NamedTuple):
@@ -41,9 +42,14 @@ class Attributed(ledger.Ledger):
 
 
 def copy_losses(folder: Path, mutant: Mutant | None) -> None:
-    """Write a copy of paritygate/losses with the mutant's edits to `folder`; ValueError: a text is not there once."""
-    shutil.copytree(ROOT / "impl/paritygate/losses", folder / "losses", ignore=shutil.ignore_patterns("__pycache__"))
-    for name, old, new in mutant.edits if mutant else ():
+    """Write a copy of paritygate/losses, and of any other package that the mutant edits, with its edits to `folder`.
+
+    ValueError: a text is not there once.
+    """
+    edits = mutant.edits if mutant else ()
+    for package in {"losses", *(name.partition("/")[0] for name, _, _ in edits)}:
+        shutil.copytree(ROOT / "impl/paritygate" / package, folder / package, ignore=WITHOUT_CACHES)
+    for name, old, new in edits:
         path = folder / name
         source = path.read_text()
         if source.count(old) != 1:
@@ -62,10 +68,15 @@ def cases(function: Callable[..., None], first: str = "float64") -> Iterator[dic
     yield from sorted(product, key=lambda arguments: arguments.get("dtype") != first)
 
 
+def parity_modules(spec: dict[str, Any]) -> list[str]:
+    """The modules of parity tests, loss by loss; test_sdpo_logits is one of sdpo's, too."""
+    paths = [path for loss in spec["losses"] for path in sorted((ROOT / "tests/parity").glob(f"test_{loss}*.py"))]
+    return list(dict.fromkeys(f"tests.parity.{path.stem}" for path in paths))
+
+
 def tests_of(spec: dict[str, Any], obligations: Sequence[str]) -> Iterator[tuple[Callable[..., None], frozenset[str]]]:
     """Parity tests that carry any of the obligations, with all that they carry."""
-    for loss in spec["losses"]:
-        module = importlib.import_module(f"tests.parity.test_{loss}")
+    for module in map(importlib.import_module, parity_modules(spec)):
         for name, function in vars(module).items():
             carried = {x for m in getattr(function, "pytestmark", []) if m.name == "obligation" for x in m.args}
             if name.startswith("test_") and carried & set(obligations):
@@ -86,8 +97,10 @@ def judge(folder: Path | None, obligations: Sequence[str], first: str = "float64
         paritygate.__path__.insert(0, str(folder))
     spec = load_losses(ROOT)
     losses = importlib.import_module("paritygate.losses")
-    if folder and not str(losses.__file__).startswith(str(folder)):
-        raise RuntimeError(f"the losses under test come from {losses.__file__}")
+    for package in folder.iterdir() if folder else ():
+        source = str(importlib.import_module(f"paritygate.{package.name}").__file__)
+        if not source.startswith(str(folder)):
+            raise RuntimeError(f"the {package.name} under test come from {source}")
     for name in spec["losses"]:
         importlib.import_module(f"paritygate.losses.{name}")
     ledger.LEDGER = book = Attributed(spec, "cpu")

@@ -230,6 +230,23 @@ MUTANTS = (
         "    s = (log_r.sum() / tokens.sum().clamp(min=1)).exp()",
     ),
     Mutant(
+        "gspo-gradient-of-the-value",
+        "the gradient of the sequence's ratio, divided by its tokens, where GSPO-token is documented",
+        "policy_gradient/gspo_gradient",
+        "losses/policy_gradient.py",
+        "    return new, _clipped(s, torch.where(tokens == 0, 0.0, weight), bounds)",
+        "    objective = _clipped(s, torch.where(tokens == 0, 0.0, weight), bounds)\n"
+        "    return new, objective._replace(slope=objective.slope / tokens.clamp(min=1))",
+    ),
+    Mutant(
+        "service-gspo-mask-ignored",
+        "what a service's gspo is held to takes the mean over all positions",
+        "policy_gradient/service_oracle",
+        "service/oracles.py",
+        "np.mean((p - q)[mask != 0])",
+        "np.mean(p - q)",
+    ),
+    Mutant(
         "gspo-empty-mask",
         "a sequence without a token in its mask counts with ratio 1",
         "policy_gradient/gspo_value",

@@ -14,6 +14,14 @@ MUTANTS = (
         "advantage = (student.double() - teacher.double())",
     ),
     Mutant(
+        "advantage-k3",
+        "minus the low-variance estimate of the KL (k3) as the advantage: its expectation has another gradient",
+        "sdpo/enumeration",
+        "losses/sdpo/advantages.py",
+        "advantage = (teacher.double() - student.double()).clamp(-clip, clip)",
+        "ratio = teacher.double() - student.double()\n    advantage = (ratio - ratio.exp() + 1.0).clamp(-clip, clip)",
+    ),
+    Mutant(
         "clip-after-mask",
         "clip after mask by multiplication: shows where a masked value is not finite",
         "sdpo/token_advantage",
@@ -191,7 +199,7 @@ MUTANTS = (
         TEACHERS,
         "return ((1.0 - rate) * start.double() + rate * end.double()).to(start.dtype)",
         "start, end = start.double().log_softmax(-1), end.double().log_softmax(-1)\n"
-        "    return torch.logaddexp(start + math.log(1.0 - rate), end + math.log(rate))",
+        "    return (start + math.log(1.0 - rate)).logaddexp(end + math.log(rate))",
     ),
     Mutant(
         "not-judged-is-zero",

@@ -291,6 +291,14 @@ MUTANTS = (
         "        weights = weights * ratio / ratio.mean().clamp(min=1e-9)",
     ),
     Mutant(
+        "service-tail-inverted",
+        "the tail's ratio of student over teacher",
+        "sdpo/service_gradient",
+        "losses/sdpo/service_weights.py",
+        "return log_q.exp() - (q_tail - p_tail).exp() * p",
+        "return log_q.exp() - (p_tail - q_tail).exp() * p",
+    ),
+    Mutant(
         "service-jsd-unscaled",
         "the JSD's weights without 1 - alpha",
         "sdpo/service_weights",

@@ -161,7 +161,7 @@ MUTANTS = (
         "spod/service_weights",
         "losses/spod/service_weights.py",
         "torch.where(floored[action_index]",
-        "torch.where(gate[action_index]",
+        "torch.where(protected[action_index]",
     ),
     Mutant(
         "padding-leaks",
@@ -285,6 +285,14 @@ MUTANTS = (
         "losses/spod/fused.py",
         "first = self.grad_head is None",
         "first = True",
+    ),
+    Mutant(
+        "kl-gradient-by-the-ratio",
+        "p (1 - q / p) for p - q: NaN where the vocabulary is padded",
+        "spod/padded_vocabulary",
+        ROWS,
+        "weights.kl[rows, None] * (p - q)",
+        "weights.kl[rows, None] * (p * (1.0 - q / p))",
     ),
     Mutant(
         "floor-gradient-at-the-floor",

@@ -35,7 +35,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
-from tests.mutants.hold import ROOT, cases, hypothesis, ledger, load_losses, paritygate
+from tests.mutants.hold import ROOT, cases, hypothesis, ledger, load_losses, parity_modules, paritygate
 
 LOSSES = ROOT / "impl/paritygate/losses"
 TESTS = (
@@ -43,7 +43,7 @@ TESTS = (
         f"tests.properties.test_{name}"
         for name in ("bad_input", "contract", "numerics", "derivatives", "invariances", "forms")
     ),
-    *(f"tests.parity.test_{name}" for name in load_losses(ROOT)["losses"]),
+    *parity_modules(load_losses(ROOT)),
     *(f"tests.kernels.test_{name}" for name in ("rows", "divergence", "fused", "truncated")),
 )
 # Bit and integer arithmetic where floats are divided and multiplied: torch refuses them at the first test.

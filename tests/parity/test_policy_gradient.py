@@ -85,9 +85,16 @@ def test_reference_against_sixty_digits() -> None:
 
 # ppo, cispo, dro, gspo
 
-CLIPPED = ("ppo", "cispo", "dro", "gspo")
+OBLIGATIONS = {  # of value and gradient
+    "ppo": ("policy_gradient/ppo_value", "policy_gradient/ppo_gradient"),
+    "cispo": ("policy_gradient/cispo_value", "policy_gradient/cispo_gradient"),
+    "dro": ("policy_gradient/dro_value", "policy_gradient/dro_gradient"),
+    "gspo": ("policy_gradient/gspo_value", "policy_gradient/gspo_gradient"),
+}
+CLIPPED = tuple(OBLIGATIONS)
 CLIP = ("clip_low_threshold", "clip_high_threshold")
 DEFAULTS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
+SPREADS = (0.0, 1e-2, 0.3, 1.5)  # of log-ratios
 BOUNDS = ((0.8, 1.2), (0.0, 4.0), (0.5, 3.0), (0.9, 0.95), (1.1, 1.5))
 
 
@@ -109,16 +116,32 @@ def sequences(draw: st.DrawFn, name: str, dtype: str, bounds: tuple[tuple[float,
     """On policy, near it and far off, ratios on all sides of the bounds, advantages of both signs and 0."""
     rng = np.random.default_rng((draw(st.integers(0, 2**32 - 1)), CLIPPED.index(name), DTYPES.index(dtype)))
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 9)))
-    old = rounded(-rng.exponential(2.0, size=shape), dtype)
-    new = rounded(old + rng.normal(size=shape) * draw(st.sampled_from([0.0, 1e-2, 0.3, 1.5])), dtype)
-    advantages = rounded(rng.normal(size=shape), dtype)
-    advantages[rng.random(shape) < draw(st.sampled_from([0.0, 0.4, 1.0]))] = 0.0
-    mask = (rng.random(shape) < draw(st.sampled_from([0.0, 0.6, 1.0]))).astype(float)
+    spread, zeros, ones = (draw(st.sampled_from(x)) for x in (SPREADS, (0.0, 0.4, 1.0), (0.0, 0.6, 1.0)))
+    return made(rng, shape, dtype, (spread, zeros, ones), draw(st.sampled_from(options_of(name, bounds))))
+
+
+def options_of(name: str, bounds: tuple[tuple[float, float], ...] = BOUNDS) -> list[dict[str, float]]:
+    """What a loss is called with: bounds, and none where it has defaults; betas of dro."""
     if name == "dro":
-        return Sequences((new, old, advantages), mask, {"beta": draw(st.sampled_from([0.0, 0.05, 1.5]))})
-    if name in DEFAULTS and draw(st.booleans()):
-        return Sequences((new, old, advantages), mask, {})
-    return Sequences((new, old, advantages), mask, dict(zip(CLIP, draw(st.sampled_from(bounds)), strict=True)))
+        return [{"beta": beta} for beta in (0.0, 0.05, 1.5)]
+    given_ = [dict(zip(CLIP, pair, strict=True)) for pair in bounds]
+    return given_ + ([{}] * len(given_) if name in DEFAULTS else [])
+
+
+def made(
+    rng: np.random.Generator,
+    shape: tuple[int, int],
+    dtype: str,
+    parts: tuple[float, float, float],
+    options: dict[str, float],
+) -> Sequences:
+    """Log-ratios of a deviation, a part of the advantages 0, a part of the mask 1: the three `parts`."""
+    spread, zeros, ones = parts
+    old = rounded(-rng.exponential(2.0, size=shape), dtype)
+    new = rounded(old + rng.normal(size=shape) * spread, dtype)
+    advantages = rounded(rng.normal(size=shape), dtype)
+    advantages[rng.random(shape) < zeros] = 0.0
+    return Sequences((new, old, advantages), (rng.random(shape) < ones).astype(float), options)
 
 
 def expected_of(name: str, case: Sequences) -> tuple[float, list[np.ndarray]]:
@@ -132,16 +155,15 @@ def expected_of(name: str, case: Sequences) -> tuple[float, list[np.ndarray]]:
     return math.fsum(loss(*row, **options) for row in rows), [grad(*row, **options) for row in rows]
 
 
-@pytest.mark.obligation(*(f"policy_gradient/{name}_{what}" for name in CLIPPED for what in ("value", "gradient")))
+@pytest.mark.obligation(*itertools.chain(*OBLIGATIONS.values()))
 @pytest.mark.parametrize("name", CLIPPED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_losses_of_a_service(losses: Any, device: str, name: str, dtype: str) -> None:
     loss = getattr(losses.policy_gradient, f"{name}_loss")
     closed_form = getattr(losses.policy_gradient, f"{name}_grad")
+    of_value, of_gradient = OBLIGATIONS[name]
 
-    @settings(max_examples=30)
-    @given(sequences(name, dtype))
-    def value_and_gradients_are_the_reference_s(case: Sequences) -> None:
+    def hold(case: Sequences) -> None:
         new, old, advantages = case.rows
         hidden = np.zeros_like(new, dtype=bool) if name == "dro" else advantages == 0.0
         if name == "gspo":
@@ -153,11 +175,20 @@ def test_the_losses_of_a_service(losses: Any, device: str, name: str, dtype: str
         result = loss(logprobs, *rest, **case.options)
         value, slopes = expected_of(name, case)
         where = f"{case.options}"
-        compare(f"policy_gradient/{name}_value", result, value, dtype=dtype, where=where)
+        compare(of_value, result, value, dtype=dtype, where=where)
         (gradient,) = torch.autograd.grad(2.0 * result, logprobs)  # the factor from above is passed on
-        compare(f"policy_gradient/{name}_gradient", gradient / 2.0, slopes, dtype=dtype, where=where)
+        compare(of_gradient, gradient / 2.0, slopes, dtype=dtype, where=where)
         closed = closed_form(logprobs.detach(), *rest, **case.options)
-        compare(f"policy_gradient/{name}_gradient", closed, slopes, dtype=dtype, where=f"{where}, closed form")
+        compare(of_gradient, closed, slopes, dtype=dtype, where=f"{where}, closed form")
+
+    rng = np.random.default_rng((CLIPPED.index(name), DTYPES.index(dtype)))
+    for spread, options in itertools.product(SPREADS, options_of(name)):  # each with each, whatever is drawn
+        hold(made(rng, (3, 9), dtype, (spread, 0.4, 0.6), options))
+
+    @settings(max_examples=30)
+    @given(sequences(name, dtype))
+    def value_and_gradients_are_the_reference_s(case: Sequences) -> None:
+        hold(case)
 
     value_and_gradients_are_the_reference_s()
 

@@ -227,6 +227,23 @@ def test_a_tie_is_not_protected(losses: Any, device: str) -> None:
             compare("spod/tie", result.floor, [0.0], dtype=dtype, where=f"V={vocabulary}, floor")
 
 
+@pytest.mark.obligation("spod/tie")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tie_has_no_gradient(losses: Any, device: str, dtype: str) -> None:
+    """Nor has the floor's: the KL's is 0 between equal rows, and only a protected action has the other."""
+    rng = np.random.default_rng(6)
+    for vocabulary, rows in ((2, 1), (7, 5), (1000, 3)):
+        logits = tensor(rng.normal(size=(rows, vocabulary)), dtype, device)
+        index = torch.zeros(rows, dtype=torch.int64, device=device)
+        given_ = (logits.clone(), index, index, index[:1], torch.ones(1, dtype=torch.bool, device=device))
+        where = f"V={vocabulary}, gradient"
+        gradient = losses.spod.success_preserving_loss_and_grad(logits, *given_, tau0=1.0)[1]
+        compare("spod/tie", gradient, np.zeros((rows, vocabulary)), dtype=dtype, where=where)
+        leaf = logits.requires_grad_()
+        attached = torch.autograd.grad(losses.spod.success_preserving_loss(leaf, *given_, tau0=1.0).loss, leaf)[0]
+        compare("spod/tie", attached, np.zeros((rows, vocabulary)), dtype=dtype, where=where)
+
+
 @pytest.mark.obligation("spod/negative_control")
 def test_keeping_the_kl_at_protected_actions_is_told_apart(losses: Any, device: str) -> None:
     """The source's own negative control: its loss lies above SPOD's by the KL that SPOD leaves out."""

@@ -13,7 +13,10 @@ import numpy as np
 
 
 def loss(logprobs: np.ndarray, mask: np.ndarray) -> float:
-    """TODO: the formula. logprobs: (T,) nats; mask: (T,) of 0 and 1. In nats."""
+    """TODO: the formula. logprobs: (T,) nats; mask: (T,) of 0 and 1. In nats.
+
+    Obligations: NAME/value, NAME/gradient.
+    """
     raise NotImplementedError("NAME has no definition yet: write the formula here")
 '''
 
@@ -24,7 +27,10 @@ from torch import Tensor
 
 
 def loss(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """TODO: the same, differentiable. logprobs: (T,) nats; mask: (T,) of 0 and 1. A scalar, in nats."""
+    """TODO: the same, differentiable. logprobs: (T,) nats; mask: (T,) of 0 and 1. A scalar, in nats.
+
+    Obligations: NAME/value, NAME/gradient.
+    """
     raise NotImplementedError("NAME has no implementation yet")
 '''
 

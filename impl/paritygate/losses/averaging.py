@@ -12,6 +12,7 @@ def three_level_mean(values: Tensor, action_index: Tensor, episode_index: Tensor
     `action_index` (N,) int64 names each token's action, `episode_index` (A,) int64 each action's episode, both
     nondecreasing from 0 without a gap. ValueError names the place: an empty batch, an index out of order, an action
     with no token, an episode with no action. Source: SPOD, arXiv 2610.25034, section 3.
+    Obligations: averaging/value, averaging/gradient.
     """
     if values.ndim != 1:
         raise ValueError(f"three_level_mean: values have shape {tuple(values.shape)}; (N,) is expected")

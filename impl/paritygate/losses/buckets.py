@@ -39,7 +39,10 @@ def with_tail(selected: Tensor, rest: Tensor) -> Buckets:
 
 
 def divergence_of(p: Buckets, q: Buckets, options: Options) -> Tensor:
-    """The divergence of each row (n,) from its buckets."""
+    """The divergence of each row (n,) from its buckets.
+
+    Obligations: sdpo/logit_loss.
+    """
     if options.divergence == "forward_kl":
         return kl_divergence(q.log, p.log) + (q.excess - p.excess)
     if options.divergence == "reverse_kl":

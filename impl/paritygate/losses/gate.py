@@ -35,6 +35,7 @@ def gate(success: Tensor, student_logprobs: Tensor, teacher_logprobs: Tensor, to
     `success` (A,) bool of its episode; log-probabilities (N,) of the sampled tokens; `tokens` (A,) int64, how many each
     action has. Summed row by row, so that equal rows tie exactly whatever their order; inf - inf is NaN: not protected.
     Teacher log-probabilities not known yet may be 0, their upper bound: what is protected then stays so.
+    Obligations: spod/gate, spod/tie.
     """
     return success & (sum_by(teacher_logprobs - student_logprobs, tokens) < 0)
 
@@ -52,7 +53,10 @@ class ActionTerms(NamedTuple):
 
 
 def action_terms(row_stats: Tensor, levels: Levels, tau0: float, floor_weight: float) -> ActionTerms:
-    """What each action (A,) adds, from the statistics (N, 9) of its rows: the KL, or at a protected one the floor."""
+    """What each action (A,) adds, from the statistics (N, 9) of its rows: the KL, or at a protected one the floor.
+
+    Obligations: spod/parts, spod/at_floor.
+    """
     tokens, success, weights = levels
     row_student, row_teacher = row_stats[:, RowStat.STUDENT_LOGPROB], row_stats[:, RowStat.TEACHER_LOGPROB]
     protected = gate(success, row_student, row_teacher, tokens)

@@ -17,6 +17,7 @@ def group_mean_advantage(rewards: Tensor | Sequence[float]) -> Tensor:
     ValueError: an empty group, no group dimension, a reward that is not finite or whose advantage is beyond float64
     (its position is named).
     Source: GRPO without the division by the standard deviation (arXiv 2503.20783, section 3).
+    Obligations: grpo/value, grpo/equal_rewards, grpo/constant.
     """
     group = torch.as_tensor(rewards, dtype=torch.float64).detach()
     if group.ndim == 0:

@@ -25,6 +25,7 @@ def importance_sampling_loss(
 
     Differentiable in `logprobs` alone: sampler and advantages are constants. A position with advantage exactly 0 is not
     read. ValueError: shapes differ; with `validate`, a value that is read is NaN, +inf, or a sampler logprob of -inf.
+    Obligations: policy_gradient/value, policy_gradient/gradient, policy_gradient/constants.
     """
     new, old, weight = _checked("importance_sampling_loss", logprobs, sampler_logprobs, advantages, validate)
     return -(_ratio(new, old, weight) * weight).sum().to(result_dtype(new))
@@ -36,6 +37,7 @@ def importance_sampling_grad(
     """d `importance_sampling_loss` / d logprobs, of their shape and dtype: minus ratio times advantage.
 
     Exactly 0 where the advantage is 0. ValueError as `importance_sampling_loss`.
+    Obligations: policy_gradient/closed_form.
     """
     new, old, weight = _checked("importance_sampling_loss", logprobs, sampler_logprobs, advantages, validate)
     return torch.where(weight == 0, 0.0, -_ratio(new.detach(), old, weight) * weight).to(new.dtype)
@@ -61,6 +63,7 @@ def ppo_loss(
 
     A position with advantage exactly 0 is not read. ValueError as `importance_sampling_loss`, and bounds that are no
     interval of numbers at or above 0. Source: arXiv 1707.06347, equation 7.
+    Obligations: policy_gradient/ppo_value, policy_gradient/ppo_gradient.
     """
     new, old, weight = _checked("ppo_loss", logprobs, sampler_logprobs, advantages, validate)
     return _loss(new, _ppo(new, old, weight, _bounds("ppo_loss", clip_low_threshold, clip_high_threshold)))
@@ -75,7 +78,10 @@ def ppo_grad(
     *,
     validate: bool = True,
 ) -> Tensor:
-    """d `ppo_loss` / d logprobs, of their shape and dtype: `-r A`, 0 where `clip(r) A < r A`. ValueError likewise."""
+    """d `ppo_loss` / d logprobs, of their shape and dtype: `-r A`, 0 where `clip(r) A < r A`. ValueError likewise.
+
+    Obligations: policy_gradient/ppo_gradient.
+    """
     new, old, weight = _checked("ppo_loss", logprobs, sampler_logprobs, advantages, validate)
     return _grad(new, _ppo(new, old, weight, _bounds("ppo_loss", clip_low_threshold, clip_high_threshold)))
 
@@ -92,6 +98,7 @@ def cispo_loss(
     """`-sum sg(clip(r, low, high)) logprobs A`: the clipped ratio is a constant weight; (..., T) -> () nats.
 
     Positions as `ppo_loss`. ValueError as `ppo_loss`, and a logprob of -inf that is read. Source: arXiv 2506.13585.
+    Obligations: policy_gradient/cispo_value, policy_gradient/cispo_gradient.
     """
     new, old, weight = _checked("cispo_loss", logprobs, sampler_logprobs, advantages, validate, finite=True)
     return _loss(new, _cispo(new, old, weight, _bounds("cispo_loss", clip_low_threshold, clip_high_threshold)))
@@ -106,7 +113,10 @@ def cispo_grad(
     *,
     validate: bool = True,
 ) -> Tensor:
-    """d `cispo_loss` / d logprobs, of their shape and dtype: `-clip(r, low, high) A`. ValueError likewise."""
+    """d `cispo_loss` / d logprobs, of their shape and dtype: `-clip(r, low, high) A`. ValueError likewise.
+
+    Obligations: policy_gradient/cispo_gradient.
+    """
     new, old, weight = _checked("cispo_loss", logprobs, sampler_logprobs, advantages, validate, finite=True)
     return _grad(new, _cispo(new, old, weight, _bounds("cispo_loss", clip_low_threshold, clip_high_threshold)))
 
@@ -118,6 +128,7 @@ def dro_loss(
 
     Every position is read: one with advantage 0 has the penalty still. ValueError: shapes differ, a negative beta; with
     `validate`, a number that is not finite. Source: arXiv 2405.19107; no default of beta is documented.
+    Obligations: policy_gradient/dro_value, policy_gradient/dro_gradient.
     """
     return _loss(*_dro(logprobs, sampler_logprobs, advantages, beta, validate))
 
@@ -125,7 +136,10 @@ def dro_loss(
 def dro_grad(
     logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, beta: float, *, validate: bool = True
 ) -> Tensor:
-    """d `dro_loss` / d logprobs, of their shape and dtype: `-(A - beta (logprobs - sampler_logprobs))`."""
+    """d `dro_loss` / d logprobs, of their shape and dtype: `-(A - beta (logprobs - sampler_logprobs))`.
+
+    Obligations: policy_gradient/dro_gradient.
+    """
     return _grad(*_dro(logprobs, sampler_logprobs, advantages, beta, validate))
 
 
@@ -144,6 +158,7 @@ def gspo_loss(
     (..., T): the last axis is a sequence. A position is read where the mask is 1 or the advantage is not 0; a sequence
     whose mask is all 0 gives 0. Differentiated as `sg(s) pi / sg(pi)` a token (GSPO-token). ValueError as `cispo_loss`,
     and a mask that is not 0 or 1. Source: arXiv 2507.18071; no default of the bounds is documented.
+    Obligations: policy_gradient/gspo_value, policy_gradient/gspo_gradient.
     """
     bounds = _bounds("gspo_loss", clip_low_threshold, clip_high_threshold)
     return _loss(*_gspo(logprobs, sampler_logprobs, advantages, sequence_ratio_mask, bounds, validate))
@@ -159,7 +174,10 @@ def gspo_grad(
     *,
     validate: bool = True,
 ) -> Tensor:
-    """d `gspo_loss` / d logprobs, of their shape and dtype: `-s A`, 0 where `clip(s) A < s A`. ValueError likewise."""
+    """d `gspo_loss` / d logprobs, of their shape and dtype: `-s A`, 0 where `clip(s) A < s A`. ValueError likewise.
+
+    Obligations: policy_gradient/gspo_gradient.
+    """
     bounds = _bounds("gspo_loss", clip_low_threshold, clip_high_threshold)
     return _grad(*_gspo(logprobs, sampler_logprobs, advantages, sequence_ratio_mask, bounds, validate))
 
@@ -228,7 +246,10 @@ def _gspo(
 
 
 def _clipped(ratio: Tensor, weight: Tensor, bounds: tuple[float, float]) -> Objective:
-    """`min(r A, clip(r) A)`; at a bound exactly nothing is clipped."""
+    """`min(r A, clip(r) A)`; at a bound exactly nothing is clipped.
+
+    Obligations: policy_gradient/clip_bounds.
+    """
     plain, clipped = ratio * weight, ratio.clamp(*bounds) * weight
     return Objective(torch.minimum(plain, clipped), torch.where(plain <= clipped, plain, 0.0))
 

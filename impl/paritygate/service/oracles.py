@@ -7,6 +7,7 @@ The loss of a request is the sum of `value` over its datums; the sums run over t
 Source: https://tinker-docs.thinkingmachines.ai/tinker/losses/ (one page a loss), and its earlier form, tinker-cookbook
 docs/losses.mdx at commit a2b1b820. The reference package says the same with more digits; parity obligations hold this
 file to it, so that the proof of a service needs neither torch nor the reference.
+Obligations: policy_gradient/service_oracle.
 """
 
 from collections.abc import Callable, Mapping

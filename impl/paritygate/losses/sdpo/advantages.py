@@ -19,6 +19,7 @@ def token_advantage(
     Values at mask 0 are never read and may be NaN. ValueError: shapes differ, a mask that is not 0 or 1, clip not
     positive, and at mask 1 NaN, +inf or a student of -inf (the position is named); a teacher of -inf gives -clip.
     Source: SDPO, arXiv 2601.20802, section 3.
+    Obligations: sdpo/token_advantage, sdpo/default_clip, sdpo/refusal, sdpo/constants, sdpo/enumeration.
     """
     if not clip > 0.0:
         raise ValueError(f"token_advantage: clip is {clip}; it is positive")
@@ -32,6 +33,7 @@ def sequence_advantage(teacher_logprobs: Logprobs, student_logprobs: Logprobs, m
 
     A sequence without a position to read gives zeros. ValueError as `token_advantage`, and at a teacher of -inf, for
     which no finite mean exists. Source: SDPO, arXiv 2601.20802, sequence-level ablation.
+    Obligations: sdpo/sequence_advantage, sdpo/refusal, sdpo/constants.
     """
     teacher, student, token_mask = _read_logprobs("sequence_advantage", teacher_logprobs, student_logprobs, mask)
     refuse_where(
@@ -46,6 +48,7 @@ def hybrid_advantage(grpo: Tensor, sdpo: Tensor, weight: float) -> Tensor:
     """`weight * A_grpo + (1 - weight) * A_sdpo`, of equal shapes; ValueError: weight outside [0, 1], shapes differ.
 
     Source: SDPO, arXiv 2601.20802, figure 11 (weight 0.9).
+    Obligations: sdpo/hybrid_advantage, sdpo/constants.
     """
     a, b = as_float(grpo, "grpo").detach(), as_float(sdpo, "sdpo").detach()
     if not 0.0 <= weight <= 1.0:

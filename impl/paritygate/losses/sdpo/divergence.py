@@ -10,7 +10,10 @@ from ..buckets import Options
 
 
 class RowDivergence(torch.autograd.Function):
-    """(N, V) student and teacher logits, row_mask (N,) bool -> (N,) float64 nats; the student differentiates twice."""
+    """(N, V) student and teacher logits, row_mask (N,) bool -> (N,) float64 nats; the student differentiates twice.
+
+    Obligations: sdpo/logit_gradient, sdpo/factor.
+    """
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, row_mask: Tensor, options: Options) -> Tensor:

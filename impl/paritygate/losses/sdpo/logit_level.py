@@ -33,6 +33,8 @@ def logit_loss(
     ValueError names the place: bad options or shapes, top_k > V; with `validate` (which waits for the device) a fully
     masked batch (except token_sum, 0) and a row with NaN or +inf or all -inf.
     Source: SDPO, arXiv 2601.20802, section 3.
+    Obligations: sdpo/logit_loss, sdpo/logit_gradient, sdpo/empty, sdpo/constants, sdpo/padded_vocabulary,
+    sdpo/enumeration.
     """
     _check_options(student_logits, teacher_logits, divergence, mixture, top_k)
     token_mask = as_mask(mask, student_logits, "logit_loss", validate=validate)
@@ -79,6 +81,7 @@ def logit_loss_grad(
     """d `logit_loss` / d student_logits, of their shape and dtype, exactly 0 at masked positions.
 
     ValueError as `logit_loss`. NaN in a row whose divergence is +inf because the teacher excludes an entry.
+    Obligations: sdpo/logit_gradient.
     """
     leaf = student_logits.detach().requires_grad_()
     with torch.enable_grad():

@@ -34,6 +34,7 @@ def cross_entropy_weights(
     nats. With `tail` the rest is one bucket, except where the student's is below 1e-6; without it, and there, both are
     renormalised over the K. Summed, not averaged: multiply a row by its weight in the batch. ValueError: shapes,
     options, and a row (named) with NaN, +inf, no finite entry, or a teacher of -inf where the divergence would be +inf.
+    Obligations: sdpo/service_weights, sdpo/service_gradient.
     """
     if divergence not in DIVERGENCES:
         raise ValueError(f"cross_entropy_weights: divergence is {divergence!r}; it is one of {', '.join(DIVERGENCES)}")

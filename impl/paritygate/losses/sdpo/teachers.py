@@ -14,6 +14,7 @@ def ema(teacher: Tensor, student: Tensor, rate: float) -> Tensor:
     """`(1 - rate) teacher + rate student`, on parameters of equal shapes, in the teacher's dtype, a constant.
 
     ValueError: rate outside [0, 1], shapes differ. Source: SDPO, arXiv 2601.20802, teacher regularisation.
+    Obligations: sdpo/teacher, sdpo/constants.
     """
     return _between("ema", teacher, student, rate)
 
@@ -22,17 +23,24 @@ def trust_region(initial_logits: Tensor, student_logits: Tensor, rate: float) ->
     """`(1 - rate) initial + rate student`, on logits (..., V), a constant: the teacher stays near the initial one.
 
     ValueError as `ema`. Source: SDPO, arXiv 2601.20802, teacher regularisation.
+    Obligations: sdpo/teacher, sdpo/constants.
     """
     return _between("trust_region", initial_logits, student_logits, rate)
 
 
 def frozen_initial(initial_logits: Tensor, student_logits: Tensor) -> Tensor:
-    """The initial policy's logits (..., V) as the teacher, a constant, whatever the student has become."""
+    """The initial policy's logits (..., V) as the teacher, a constant, whatever the student has become.
+
+    Obligations: sdpo/unmixed_teacher, sdpo/constants.
+    """
     return _between("frozen_initial", initial_logits, student_logits, 0.0)
 
 
 def current(initial_logits: Tensor, student_logits: Tensor) -> Tensor:
-    """The current policy's logits (..., V) as the teacher, a constant: the experiment's choice."""
+    """The current policy's logits (..., V) as the teacher, a constant: the experiment's choice.
+
+    Obligations: sdpo/unmixed_teacher, sdpo/constants.
+    """
     return _between("current", initial_logits, student_logits, 1.0)
 
 
@@ -56,6 +64,7 @@ def select_sibling(
     over. A composite is a mean of decimal scores and compared to 12 decimals: (0.6 + 0.8 + 1.0) / 3, in float64
     0.7999999999999999, reaches 0.8.
     ValueError: index outside the group, an unknown rule, a composite or threshold that is NaN.
+    Obligations: sdpo/sibling.
     """
     group: list[float | None] = composites.tolist() if isinstance(composites, Tensor) else list(composites)
     if not 0 <= index < len(group):

@@ -41,7 +41,10 @@ def levels_of(batch: SpodBatch) -> Levels:
 
 
 def combine(row_stats: Tensor, batch: SpodBatch, levels: Levels, dtype: torch.dtype) -> tuple[SpodLoss, Weights]:
-    """The result, and the weights of each row in the gradient, from the statistics of the rows."""
+    """The result, and the weights of each row in the gradient, from the statistics of the rows.
+
+    Obligations: spod/loss, spod/negative_control.
+    """
     terms = action_terms(row_stats, levels, batch.tau0, batch.floor_weight)
     loss = (levels.weights * levels.tokens) @ torch.where(terms.gate, batch.floor_weight * terms.floor, terms.kl)
     outputs = (x.to(dtype) for x in (terms.student_logprob, terms.teacher_logprob, terms.kl, terms.floor))

@@ -32,6 +32,7 @@ def success_preserving_loss(
     ValueError names the place: shapes, tau0 outside (0, 1], a negative floor_weight; with `validate` (which waits for
     the device) an empty action or episode, an index out of order, a token outside [0, V), a row with NaN, +inf or all
     -inf. Source: arXiv 2610.25034, sections 3 and 4.
+    Obligations: spod/loss, spod/gradient, spod/factor, spod/padded_vocabulary.
     """
     batch = SpodBatch(actions, action_index, episode_index, success, tau0, floor_weight)
     _check(student_logits, teacher_logits, batch, validate)
@@ -54,6 +55,7 @@ def success_preserving_loss_and_grad(
     """`success_preserving_loss` and d loss / d student_logits (N, V) in its dtype, without autograd.
 
     `out` receives the gradient: (N, V) of the student's dtype, `student_logits` itself too. ValueError as the loss.
+    Obligations: spod/in_place.
     """
     student, teacher = student_logits.detach(), teacher_logits.detach()
     batch = SpodBatch(actions, action_index, episode_index, success, tau0, floor_weight)
@@ -101,6 +103,7 @@ def fused_linear_success_preserving_loss(
     `exact_teacher_logprob=False` stops reading the teacher where an action is protected already: its
     `teacher_logprob` is then an upper bound, the rest is the same. Gates are read by the host, which waits for the
     device. ValueError as `success_preserving_loss`, and for shapes or dtypes that do not fit.
+    Obligations: spod/fused, spod/factor.
     """
     batch = SpodBatch(actions, action_index, episode_index, success, tau0, floor_weight)
     student, teacher = (student_hidden, student_head), (teacher_hidden.detach(), teacher_head.detach())
@@ -191,6 +194,7 @@ def success_preserving_loss_padded(
 
     Positions at mask 0 are never read; an action without a position at mask 1 is padding, and the per-action fields
     (A,) hold the others in order. ValueError as the packed form, and for a mask that is not 0 or 1.
+    Obligations: spod/padded.
     """
     if student_logits.ndim != 4 or actions.shape != student_logits.shape[:3]:
         raise ValueError(

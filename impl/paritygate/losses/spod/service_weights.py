@@ -43,6 +43,7 @@ def success_preserving_weights(
     them, and those of the sampled tokens (N,), in nats; indices and options as `success_preserving_loss`. Unprotected
     rows have 1 / (n S E) times the forward KL's weights, protected ones under the floor floor_weight / (n S E) on the
     sampled token, the others 0. ValueError names the place.
+    Obligations: spod/service_weights.
     """
     batch = SpodBatch(torch.zeros_like(action_index), action_index, episode_index, success, tau0, floor_weight)
     check_batch(batch, 1, validate=True)

@@ -4,7 +4,7 @@
 static constexpr int64_t SHORT_ACTION = 16;  // rows of one action that a thread takes together, gate and gradient at once
 
 // Whether an action is protected, by its episode's success and `diff` = sum over its rows of log q - log p; of -inf:
-// whether it may be. inf - inf is NaN: not protected.
+// whether it may be. inf - inf is NaN: not protected. Obligations: spod/gate, spod/tie; as gate.py.
 static inline bool gate(bool success, double diff) { return success && diff < 0; }
 
 template <class D>
