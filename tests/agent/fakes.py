@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paritygate.agent.trajectory import Trajectory
 from paritygate.backend import Sample
 
 
@@ -158,3 +159,37 @@ WORDS = (
 def phrase(rng: random.Random) -> str:
     """A text of the kinds that break renderers."""
     return rng.choice(("", " ", "")).join(rng.choice(WORDS) for _ in range(rng.randrange(6)))
+
+
+GOOD = {
+    "invalid_tool_use": 1,
+    "ungrounded_claims": 0.5,
+    "upfront_clarification": 0.0,
+    "rationale": {"invalid_tool_use": "fine", "ungrounded_claims": "one price", "upfront_clarification": "never asked"},
+}
+
+
+def answer(**changes) -> str:
+    """The good answer with some keys changed; None removes one."""
+    return json.dumps({key: value for key, value in (GOOD | changes).items() if value is not None})
+
+
+def conversation(messages, **changes) -> Trajectory:
+    """A trajectory that carries these messages."""
+    values = {
+        "split": "train",
+        "task_index": 3,
+        "rollout": 0,
+        "seed": 0,
+        "tokens": (1, 2),
+        "mask": (0, 1),
+        "sampler_logprobs": (None, -1.0),
+        "prompt_length": 1,
+        "spans": ((1, 2),),
+        "messages": tuple(messages),
+        "ended_by": "user_stop",
+        "turns": 1,
+        "reward": 1.0,
+        "grade": {},
+    }
+    return Trajectory(**(values | changes))

@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         "server-divides",
         "a service that divides by the number of positions",
-        "tests/server/test_losses.py::test_value_and_gradient",
+        "tests/server/engine/test_losses.py::test_value_and_gradient",
         "server/engine/losses.py",
         "return policy_gradient.importance_sampling_loss(*_rows(logprobs, datum), validate=False)",
         "return policy_gradient.importance_sampling_loss(*_rows(logprobs, datum), validate=False) / len(logprobs)",
@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         "lora-scale-by-root-rank",
         "rank-stabilised scale alpha / sqrt(rank), PEFT's use_rslora, where alpha / rank is meant",
-        "tests/server/test_lora.py::test_the_update_is_alpha_over_rank_times_b_times_a",
+        "tests/server/engine/test_lora.py::test_the_update_is_alpha_over_rank_times_b_times_a",
         "server/model/lora.py",
         "return ALPHA / self.rank",
         "return ALPHA / self.rank**0.5",
@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "sampler-shares-the-weights-that-train",
         "a sampler without a copy of the weights: it moves while training goes on",
-        "tests/server/test_lora.py::test_a_samplers_weights_are_a_copy_with_and_without_kernels",
+        "tests/server/engine/test_lora.py::test_a_samplers_weights_are_a_copy_with_and_without_kernels",
         "server/model/lora.py",
         "FrozenLinear(parameter.detach().to(dtype, copy=True))",
         "FrozenLinear(parameter.detach().to(dtype))",
@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "sampled-logprobs-of-the-tempered-distribution",
         "sampled logprobs at the sampling temperature, while scoring and training are at temperature 1",
-        "tests/server/test_truth.py::test_sampled_logprobs_are_of_temperature_1_at_any_temperature",
+        "tests/server/engine/test_sampling.py::test_sampled_logprobs_are_of_temperature_1_at_any_temperature",
         "server/engine/loop.py",
         "sampled.logprobs.append(float(logits_V[token].float() - normalizer))",
         "sampled.logprobs.append(float(torch.log_softmax(logits_V.float() / (params.temperature or 1), 0)[token]))",

@@ -1,8 +1,6 @@
 """Raw HTTP: whatever is malformed, truncated, oversized or replayed gets a 4xx with a reason, and harms nobody."""
 
 import json
-import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +14,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from paritygate import server
 from paritygate.server.limits import Limits
 from tests.counts import soak
-
-PROTOBUF = {"Content-Type": "application/x-protobuf"}
+from tests.server.raw_http import PROTOBUF, ask, backward, refused, retrieve, send
 
 
 @pytest.fixture
@@ -37,45 +34,6 @@ def sampler(http: httpx.Client, session: str) -> str:
 def model(http: httpx.Client, session: str) -> str:
     body = {"session_id": session, "model_seq_id": 0, "base_model": "paritygate/tiny-qwen3", "lora_config": {"rank": 2}}
     return retrieve(http, http.post("create_model", json=body).json()["request_id"]).json()["model_id"]
-
-
-def retrieve(http: httpx.Client, request_id: str) -> httpx.Response:
-    while (answer := http.post("retrieve_future", json={"request_id": request_id})).status_code == 408:
-        assert answer.json()["type"] == "try_again"
-    return answer
-
-
-def ask(sampler: str, tokens: list[Any], seq: int | None = None, **options: Any) -> dict[str, Any]:
-    params = {"max_tokens": 4, "seed": 1, **options.pop("params", {})}
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
-    return {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, "sampling_params": params, **options}
-
-
-def backward(model: str, seq: int, tokens: list[int], **changes: Any) -> "pb.ForwardBackwardRequest":
-    message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=changes.get("loss", "cross_entropy"))
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = b"".join(t.to_bytes(4, "little", signed=True) for t in tokens)
-    n = len(tokens)
-    datum.loss_fn_inputs["target_tokens"].CopyFrom(
-        pb.Tensor(dense=b"".join(t.to_bytes(8, "little", signed=True) for t in tokens), dtype=pb.DTYPE_INT64, shape=[n])
-    )
-    import struct
-
-    weights = changes.get("weights", [1.0] * n)
-    datum.loss_fn_inputs["weights"].CopyFrom(
-        pb.Tensor(dense=struct.pack(f"<{len(weights)}f", *weights), dtype=pb.DTYPE_FLOAT32, shape=[len(weights)])
-    )
-    return message
-
-
-def send(http: httpx.Client, message: "pb.ForwardBackwardRequest") -> httpx.Response:
-    return http.post("forward_backward", content=message.SerializeToString(), headers=PROTOBUF)
-
-
-def refused(answer: httpx.Response, *words: str, status: tuple[int, ...] = (400, 404, 413, 415, 422)) -> None:
-    assert answer.status_code in status, (answer.status_code, answer.text)
-    for word in words:
-        assert word in answer.json()["detail"]
 
 
 def test_a_key_is_required_on_every_route(running: server.Running) -> None:
@@ -275,48 +233,6 @@ def test_requests_run_in_seq_id_order(http: httpx.Client, model: str) -> None:
     assert losses[1] < losses[0]
 
 
-def test_a_seq_id_that_never_comes_is_an_error() -> None:
-    running = server.start("tiny", limits=Limits(out_of_order_seconds=0.2, session_seconds=4))
-    base = f"{running.base_url}/api/v1/"
-    with httpx.Client(base_url=base, headers={"X-API-Key": running.api_key}, trust_env=False, timeout=30) as http:
-        session = http.post("create_session", json={}).json()["session_id"]
-        body = {"session_id": session, "model_seq_id": 0, "base_model": running.model_name, "lora_config": {"rank": 2}}
-        model = retrieve(http, http.post("create_model", json=body).json()["request_id"]).json()["model_id"]
-        late = send(http, backward(model, 5, [1, 2, 3])).json()
-        answer = retrieve(http, late["request_id"]).json()
-        message = "seq_id 5 waited for seq_id 1, which never came; the next is 6"
-        assert answer == {"error": message, "category": "user"}
-    running.stop()
-
-
-def test_a_seq_id_that_never_comes_does_not_wedge_the_model() -> None:
-    """What waited for it fails together, whenever it came; the next request is served; the lost one is over."""
-    running = server.start("tiny", limits=Limits(out_of_order_seconds=0.5, session_seconds=2))
-    base = f"{running.base_url}/api/v1/"
-    with httpx.Client(base_url=base, headers={"X-API-Key": running.api_key}, trust_env=False, timeout=30) as http:
-        session = http.post("create_session", json={}).json()["session_id"]
-        body = {"session_id": session, "model_seq_id": 0, "base_model": running.model_name, "lora_config": {"rank": 2}}
-        model = retrieve(http, http.post("create_model", json=body).json()["request_id"]).json()["model_id"]
-
-        def loss(seq: int) -> float:
-            promise = send(http, backward(model, seq, [1, 2, 3])).json()["request_id"]
-            return pb.ForwardBackwardOutput.FromString(retrieve(http, promise).content).metrics["loss:sum"]
-
-        before = loss(1)
-        promises = [send(http, backward(model, 3, [1, 2, 3])).json()["request_id"]]
-        time.sleep(0.4)  # younger than the one before it, and it would wait for ever
-        promises.append(
-            http.post("optim_step", json={"model_id": model, "seq_id": 4, "adam_params": {}}).json()["request_id"]
-        )
-        assert ["seq_id 2" in retrieve(http, promise).json()["error"] for promise in promises] == [True, True]
-        assert loss(5) == before  # no step was taken on the way
-        step = {"model_id": model, "seq_id": 6, "adam_params": {"learning_rate": 1e-2}}
-        assert "metrics" in retrieve(http, http.post("optim_step", json=step).json()["request_id"]).json()
-        assert loss(7) < before
-        refused(send(http, backward(model, 2, [1, 2, 3])), "seq_id 2 is over")
-    running.stop()
-
-
 def test_wrong_optimisers_and_values(http: httpx.Client, model: str) -> None:
     step = {"model_id": model, "seq_id": 1}
     refused(http.post("optim_step", json={**step, "optimizer_params": {"type": "dimuon"}}), "AdamW")
@@ -353,100 +269,10 @@ def test_an_unloaded_model_frees_its_place_and_its_session_goes_on(http: httpx.C
         refused(http.post("get_info", json={"model_id": model}), "no model", status=(404,))
 
 
-def test_a_finished_session_is_gone(http: httpx.Client) -> None:
-    session = http.post("create_session", json={}).json()["session_id"]
-    for _ in range(2):
-        assert http.post(f"sessions/{session}/finish", json={}).status_code == 204
-    refused(http.post("session_heartbeat", json={"session_id": session}), "finished", status=(410,))
-    refused(http.post("session_heartbeat", json={"session_id": "x"}), status=(404,))
-
-
 def test_training_is_not_cancelled_by_name(http: httpx.Client, model: str) -> None:
     promise = send(http, backward(model, 1, [1, 2, 3])).json()["request_id"]
     assert http.post("cancel_future", json={"request_id": promise}).status_code == 204
     assert retrieve(http, promise).headers["content-type"] == "application/x-protobuf"
-
-
-def test_a_body_that_does_not_come_is_given_up() -> None:
-    running = server.start("tiny", limits=Limits(body_seconds=0.3))
-    host, port = running.base_url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as half:
-        half.sendall(b"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nX-API-Key: ")
-        half.sendall(running.api_key.encode() + b"\r\n\r\n{")
-        assert b"408" in half.recv(1000).splitlines()[0]
-    running.stop()
-
-
-def test_limits_on_models_and_sessions() -> None:
-    running = server.start("tiny", limits=Limits(adapters=2, sessions=2))
-    base = f"{running.base_url}/api/v1/"
-    with httpx.Client(base_url=base, headers={"X-API-Key": running.api_key}, trust_env=False) as http:
-        session = http.post("create_session", json={}).json()["session_id"]
-        body = {"session_id": session, "base_model": running.model_name, "lora_config": {"rank": 1}}
-        for number in range(2):
-            assert http.post("create_model", json={**body, "model_seq_id": number}).status_code == 200
-        refused(http.post("create_model", json={**body, "model_seq_id": 2}), "limit")
-        http.post("create_session", json={})
-        refused(http.post("create_session", json={}), "limit")
-    running.stop()
-
-
-def test_a_client_that_vanishes_leaves_nothing() -> None:
-    """It sends half a request, then whole ones for a long sample and a model, and is never heard of again."""
-    running = server.start("tiny", limits=Limits(session_seconds=1.0))
-    service, engine = running.service, running.service.engine
-    host, port = running.base_url.removeprefix("http://").split(":")
-    half = socket.create_connection((host, int(port)))
-    half.sendall(b"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nX-API-Key: ")
-    half.sendall(running.api_key.encode() + b'\r\n\r\n{"sampling_session_id"')
-    half.close()
-    with httpx.Client(
-        base_url=f"{running.base_url}/api/v1/", headers={"X-API-Key": running.api_key}, trust_env=False
-    ) as http:
-        session = http.post("create_session", json={}).json()["session_id"]
-        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": running.model_name}
-        sampler = http.post("create_sampling_session", json=body).json()["sampling_session_id"]
-        http.post("create_model", json={"session_id": session, "model_seq_id": 0, "base_model": running.model_name})
-        http.post("asample", json=ask(sampler, [1, 2, 3], params={"max_tokens": 8000, "stop": []}, num_samples=8))
-        deadline = time.monotonic() + 20
-        while not engine.load()["rows"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    while engine.load()["rows"] or len(service.promises) or service.sessions.live or service.trainers.models:
-        assert time.monotonic() < deadline, "the vanished client's work is still there"
-        time.sleep(0.05)
-    assert len(service.samplers) == 0
-    running.stop()
-
-
-def test_a_client_that_dies_gives_its_slots_to_others() -> None:
-    """Long before its session ends: once it has missed its heartbeats and somebody else asks."""
-    running = server.start("tiny", limits=Limits(adapters=1, sessions=2, silent_seconds=1.0))
-    engine = running.service.engine
-    with httpx.Client(
-        base_url=f"{running.base_url}/api/v1/", headers={"X-API-Key": running.api_key}, trust_env=False, timeout=30
-    ) as http:
-        dead = http.post("create_session", json={}).json()["session_id"]
-        base = {"base_model": running.model_name}
-        sampler = http.post(
-            "create_sampling_session", json={"session_id": dead, "sampling_session_seq_id": 0, **base}
-        ).json()["sampling_session_id"]
-        http.post("create_model", json={"session_id": dead, "model_seq_id": 0, **base})
-        request = ask(sampler, [1, 2, 3], params={"max_tokens": 8000, "stop": []}, num_samples=8)
-        lost = http.post("asample", json=request).json()["request_id"]
-        living = http.post("create_session", json={}).json()["session_id"]
-        body = {"session_id": living, "model_seq_id": 0, **base}
-        refused(http.post("create_model", json=body), "limit")  # it may still be alive
-        deadline = time.monotonic() + 20
-        while engine.load()["rows"] or http.post("retrieve_future", json={"request_id": lost}).status_code != 410:
-            assert time.monotonic() < deadline, "the dead client's samples are still computed"
-            assert http.post("session_heartbeat", json={"session_id": living}).status_code == 200
-            time.sleep(0.1)
-        assert dead in running.service.sessions.live  # its models and answers wait for it while nobody needs the slot
-        created = retrieve(http, http.post("create_model", json=body).json()["request_id"]).json()
-        assert created["model_id"] == f"{living}:train:0"
-        refused(http.post("session_heartbeat", json={"session_id": dead}), "finished", status=(410,))
-    running.stop()
 
 
 def test_other_clients_see_nothing(http: httpx.Client, sampler: str, model: str) -> None:
@@ -465,19 +291,3 @@ def test_other_clients_see_nothing(http: httpx.Client, sampler: str, model: str)
         amid = pb.SampleResponse.FromString(retrieve(http, promise["request_id"]).content)
         assert amid.sequences == before.sequences
     assert http.get("healthz").json() == {"status": "ok"}
-
-
-def test_stopping_fails_what_waits() -> None:
-    running = server.start("tiny")
-    with httpx.Client(
-        base_url=f"{running.base_url}/api/v1/", headers={"X-API-Key": running.api_key}, trust_env=False
-    ) as http:
-        session = http.post("create_session", json={}).json()["session_id"]
-        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": running.model_name}
-        sampler = http.post("create_sampling_session", json=body).json()["sampling_session_id"]
-        http.post("asample", json=ask(sampler, [1, 2, 3], params={"max_tokens": 8000, "stop": []}))
-    start = time.monotonic()
-    running.stop()
-    assert time.monotonic() - start < 10
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{running.base_url}/api/v1/healthz", trust_env=False)
