@@ -15,6 +15,7 @@ from paritygate.errors import Refused
 from paritygate.receipts import PhaseChain, require_parity
 from paritygate.receipts.parity import read_parity_receipt, write_parity_receipt
 from paritygate.receipts.provenance import files_of
+from paritygate.spec import SpecError, load
 from paritygate.spec.strict import open_plain, read_plain
 from tests.guard.small_tree import ROOT, Tree
 
@@ -92,6 +93,13 @@ def test_in_a_run_directory(tmp_path: Path, kind: str) -> None:
         Refused, match=r"01-design.json cannot be read \((not a plain file|No such device or address)\)"
     ):
         PhaseChain(run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_an_experiment(tmp_path: Path, kind: str) -> None:
+    make(kind, tmp_path / "spec.json")
+    with pytest.raises(SpecError, match=r"cannot be read|larger than"):
+        load(tmp_path / "spec.json")
 
 
 def test_a_receipt_that_may_not_be_read(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:

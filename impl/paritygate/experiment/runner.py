@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from paritygate.experiment.run.receipt import write_receipt, write_report
 from paritygate.experiment.run.state import State
 from paritygate.receipts import lock_run
 from paritygate.receipts.environment import require_device
+from paritygate.receipts.files import read_json
 from paritygate.spec.experiment import Experiment
 
 FREE = ("decide", "report")  # phases that a spent budget does not keep a run from
@@ -222,6 +222,6 @@ def _finish(state: State, phases: list[Phase], until: str | None) -> RunResult:
     if len(completed) == len(phases) and not (state.directory / "receipt.json").is_file():
         write_receipt(state)
     path = state.directory / "verdict.json"
-    verdict = json.loads(path.read_bytes()) if path.is_file() else None
+    verdict = read_json(path) if path.is_file() else None
     decided = {name: state.record(name)["decided"] for name in completed}
     return RunResult(state.directory, completed, verdict, decided, until)

@@ -6,6 +6,7 @@ from typing import Any
 
 from paritygate.errors import BadInputError
 from paritygate.spec.project import Project
+from paritygate.spec.strict import parse_json, read_plain
 
 REFERENCE = '''"""NAME in float64: what it means. Source: TODO (paper and equation)."""
 
@@ -96,9 +97,9 @@ def write_pieces(project: Project, name: str) -> list[str]:
         raise BadInputError(f"{name!r} is no name for a loss: a Python identifier in small letters, such as gspo.")
     path = project.root / project.spec
     try:
-        spec: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {"version": 1, "losses": {}}
-    except ValueError as error:
-        raise BadInputError(f"{path} is not JSON ({error}).") from error
+        spec: dict[str, Any] = parse_json(read_plain(path)) if path.exists() else {"version": 1, "losses": {}}
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path} cannot be used ({error}).") from error
     if name in spec["losses"]:
         raise BadInputError(f"{project.spec} has a loss {name!r} already.")
     implementation = f"{project.implementation}/{name}.py"

@@ -58,6 +58,16 @@ def write_atomic(path: str | Path, data: bytes, *, exclusive: bool = False) -> N
         os.close(folder)
 
 
+def read_json(path: Path, data: bytes | None = None) -> Any:
+    """The JSON value in a file that a run wrote, or in `data`, a part of it; raises Refused for anything else."""
+    try:
+        return parse_json(read_plain(path) if data is None else data)
+    except OSError as error:
+        raise Refused(f"{path} cannot be read ({error.strerror}).") from error
+    except ValueError as error:
+        raise Refused(f"{path} was not written by a run ({error}).") from error
+
+
 def read_canonical(path: Path, schema: str) -> tuple[dict[str, Any], bytes]:
     """The JSON value in `path` and its bytes; raises Refused unless the form is canonical and the schema kept."""
     try:

@@ -1,11 +1,11 @@
 """A run directory as data: whatever of it is there, since a stopped run has a report too."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from paritygate.errors import BadInputError
+from paritygate.spec.strict import parse_json
 
 Record = dict[str, Any]
 
@@ -96,7 +96,7 @@ def read_object(path: Path) -> Record | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except ValueError as error:
         raise BadInputError(f"{path} is damaged: it is no longer JSON ({error}).") from None
     if not isinstance(value, dict):
@@ -110,7 +110,7 @@ def read_lines(path: Path) -> list[Record]:
         return []
     whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     try:
-        return [json.loads(line) for line in whole]
+        return [parse_json(line) for line in whole]
     except ValueError as error:
         raise BadInputError(f"{path} is damaged: a line is no longer JSON ({error}).") from None
 

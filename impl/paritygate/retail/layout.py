@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paritygate.retail.errors import DataError
+from paritygate.spec.strict import read_plain
 
 SPLITS = ("train", "dev", "test")
 TABLES = ("orders", "products", "users")
@@ -43,7 +44,7 @@ def _bytes(path: Path) -> bytes:
     """The content of `path`, or of `path`.gz."""
     packed = path.with_name(f"{path.name}.gz")
     try:
-        return path.read_bytes() if path.exists() or not packed.exists() else gzip.decompress(packed.read_bytes())
+        return read_plain(path) if path.exists() or not packed.exists() else gzip.decompress(read_plain(packed))
     except FileNotFoundError:
         raise DataError(f"{path}: this file of the tau-bench retail data is missing; `make data` fetches it") from None
     except (OSError, EOFError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 from paritygate.errors import BadInputError
 from paritygate.service.obligations import Obligations
 from paritygate.service.runner import Result, outcomes
+from paritygate.spec.strict import parse_json, read_plain
 
 FORMAT = "paritygate service proof 1"
 MEANING = {
@@ -93,7 +94,7 @@ def write_json(path: Path, report: Report) -> None:
 def read(path: Path) -> Report | None:
     """The report of an earlier run in `path`; None where there is none. BadInputError for another kind of file."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(read_plain(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

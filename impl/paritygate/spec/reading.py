@@ -12,7 +12,7 @@ MOST_BYTES = 4 * 2**20
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; SpecError (exit 2) says what is wrong with the file and where."""
     try:
-        with path.open("rb") as file:
+        with open(strict.open_plain(path), "rb") as file:
             data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise SpecError(path, [Finding("", "there is no such file")]) from None

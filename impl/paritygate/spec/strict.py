@@ -38,7 +38,7 @@ def parse_json(data: bytes) -> Any:
     try:
         value = json.loads(
             data.decode("utf-8"),
-            object_pairs_hook=_object,
+            object_pairs_hook=unique_keys,
             parse_constant=_no_constant,
             parse_float=_finite,
             parse_int=_exact,
@@ -55,7 +55,8 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, for `object_pairs_hook`; raises ValueError for a key that occurs twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]

@@ -1,8 +1,6 @@
 """The decision, by the rule that was declared before any data."""
 
-import json
-
-from paritygate.experiment.run.journal import Record, finite
+from paritygate.experiment.run.journal import Record, finite, read_lines
 from paritygate.experiment.run.outcome import Decided, PhaseStopped
 from paritygate.experiment.run.state import State
 from paritygate.receipts import canonical, write_atomic
@@ -13,7 +11,7 @@ VERDICT = "verdict.json"
 
 async def decide(state: State) -> Decided:
     """The verdict from items.jsonl and the frozen spec alone, written to verdict.json."""
-    items: list[Record] = [json.loads(line) for line in (state.directory / "items.jsonl").read_bytes().splitlines()]
+    items = read_lines(state.directory / "items.jsonl")
     verdict = decide_frozen(state.exp.frozen, items)
     write_atomic(state.directory / VERDICT, canonical(finite(verdict.to_json())))
     facts: Record = {"outcome": verdict.outcome}

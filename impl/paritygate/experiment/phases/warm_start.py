@@ -18,6 +18,7 @@ from paritygate.experiment.run.state import State
 from paritygate.experiment.step.arm_run import PROCESS
 from paritygate.experiment.step.collector import Collector
 from paritygate.receipts import digest, sha256_file
+from paritygate.receipts.files import read_json
 from paritygate.server.model.sources import cache_folder
 from paritygate.spec.protocol import WarmStart
 
@@ -119,7 +120,7 @@ async def _from_cache(state: State, key: str) -> Record | None:
     folder = _cached(key)
     if not (await state.backend()).embedded or not (folder / "record.json").is_file():
         return None
-    record: Record = json.loads((folder / "record.json").read_bytes())
+    record: Record = read_json(folder / "record.json")
     for name, sha256 in record["files"].items():
         if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
             return None

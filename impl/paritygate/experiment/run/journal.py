@@ -6,7 +6,6 @@ rebuilt from them when a run is opened, so that a kill between the two loses not
 """
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from paritygate.receipts import canonical, write_atomic
+from paritygate.receipts.files import read_json
 
 Record = dict[str, Any]
 
@@ -45,7 +45,7 @@ class Journal:
     def committed(self, unit: str) -> Record | None:
         """The record of a committed unit, or None."""
         path = self._path(unit)
-        return json.loads(path.read_bytes()) if path.is_file() else None
+        return read_json(path) if path.is_file() else None
 
     def units(self, prefix: str = "") -> list[str]:
         """The names of the committed units that start with `prefix`, numbers in them in the order of their values."""
@@ -105,8 +105,8 @@ def drop_torn_tail(path: Path) -> None:
 
 
 def read_lines(path: Path) -> list[Record]:
-    """The records of a JSONL file; none where there is no file."""
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
+    """The records of a JSONL file; none where there is no file. Raises Refused for a line that is no JSON of ours."""
+    return [read_json(path, line) for line in path.read_bytes().splitlines()] if path.is_file() else []
 
 
 @dataclasses.dataclass(frozen=True)

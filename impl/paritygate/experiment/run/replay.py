@@ -1,6 +1,5 @@
 """A finished run checked again from its files alone: the receipts, the losses of its spec, its verdict."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from paritygate.errors import ParityGateError, Refused
 from paritygate.experiment.run.journal import finite
 from paritygate.receipts import verify_run
 from paritygate.receipts.environment import installed
+from paritygate.receipts.files import read_json
 
 
 def replay(run_dir: Path, root: Path) -> list[str]:
@@ -23,7 +23,7 @@ def replay(run_dir: Path, root: Path) -> list[str]:
         if then.get(name) != here.get(name)
     ]
     path = run_dir / "verdict.json"
-    outcome = json.loads(path.read_bytes())["outcome"] if path.exists() else "none, a gate stopped the run"
+    outcome = read_json(path)["outcome"] if path.exists() else "none, a gate stopped the run"
     return [*lines, f"{run_dir} verifies; the verdict, recomputed from the per-item results: {outcome}"]
 
 
@@ -43,7 +43,7 @@ def verdict(run_dir: Path) -> Any:
 
     items = run_dir / "items.jsonl"
     try:
-        rows = [json.loads(line) for line in items.read_bytes().splitlines()]
-        return finite(decide_frozen(json.loads((run_dir / "spec.json").read_bytes()), rows).to_json())
+        rows = [read_json(items, line) for line in items.read_bytes().splitlines()]
+        return finite(decide_frozen(read_json(run_dir / "spec.json"), rows).to_json())
     except (OSError, ValueError, KeyError, TypeError, ParityGateError) as error:
         raise Refused(f"{items} gives no verdict with {run_dir / 'spec.json'}: {error!r}.") from error

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from paritygate.server.errors import RequestError
 from paritygate.server.limits import Limits
 from paritygate.server.wire.fields import Fields
+from paritygate.spec.strict import unique_keys
 
 LOG = logging.getLogger("uvicorn.error")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -75,9 +76,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 def parse(body: bytes) -> object:
-    """The JSON value of a body, {} for none; RequestError where it is no JSON."""
+    """The JSON value of a body, {} for none; RequestError where it is no JSON in UTF-8 or has a key twice."""
     try:
-        return json.loads(body) if body else {}
+        return json.loads(body.decode("utf-8"), object_pairs_hook=unique_keys) if body else {}
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON ({error})") from error
 

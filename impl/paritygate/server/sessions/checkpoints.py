@@ -21,6 +21,7 @@ from paritygate.server.errors import RequestError
 from paritygate.server.model.lora import Adapter, LoraSpec, Snapshot, Target
 from paritygate.server.model.products import FrozenLinear
 from paritygate.server.wire.fields import Fields
+from paritygate.spec.strict import parse_json, read_plain
 
 ABANDONED_SECONDS = 3600.0
 RECORD = "checkpoint.json"
@@ -174,7 +175,7 @@ class Store:
         file = self._folder(run, kind, name) / RECORD
         try:
             # Where it lies decides its name: somebody may have renamed or copied the folder.
-            data: dict[str, Any] = dict(json.loads(file.read_text()))
+            data: dict[str, Any] = dict(parse_json(read_plain(file)))
             data.update(run=run, kind=kind, name=name)
             checkpoint = Checkpoint(**data)
             _check(checkpoint)
