@@ -8,6 +8,7 @@ import pytest
 
 # No test, and no process that one starts, inherits what points elsewhere: in a hook or `git rebase --exec` GIT_DIR is
 # the caller's repository, TINKER_* name a service that costs money, PYTEST_ADDOPTS steers sessions inside sessions.
+SERVICE_KEY = os.environ.get("TINKER_API_KEY")  # for `pytest tests/service --service URL` alone
 ELSEWHERE = ("GIT_", "TINKER_", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 for elsewhere in [name for name in os.environ if name.startswith(ELSEWHERE)]:
     del os.environ[elsewhere]
@@ -20,11 +21,17 @@ sys.pycache_prefix = PREFIX
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """The harness, where plugins are not loaded by themselves or the checkout is not installed."""
-    paritygate_pytest.pytest_addoption(parser, pluginmanager)
+    """The harness, where plugins are not loaded by themselves or the checkout is not installed.
+
+    Not for the proof of a service, which needs the SDK, NumPy and pytest alone.
+    """
+    config = pluginmanager.get_plugin("pytestconfig")
+    if not any(str(argument).startswith("--service") for argument in config.invocation_params.args):
+        paritygate_pytest.pytest_addoption(parser, pluginmanager)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.service_key = SERVICE_KEY
     config.addinivalue_line("markers", "upstream: compares with another project, where that is installed")
 
 

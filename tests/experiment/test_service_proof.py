@@ -193,11 +193,25 @@ def _without_moments(right: Any) -> Any:
     return lambda *arguments, optimizer: right(*arguments, optimizer=False)
 
 
+def _hotter(right: Any) -> Any:
+    """Draws at twice the temperature that was asked for."""
+    return lambda logits, params, *place: right(
+        logits, dataclasses.replace(params, temperature=2 * params.temperature), *place
+    )
+
+
+def _other_beta(right: Any) -> Any:
+    """An optimiser whose beta2 is fixed."""
+    return lambda adapter, params: right(adapter, dataclasses.replace(params, beta2=0.999))
+
+
 ENGINE = "paritygate.server.engine"
 FAULTS: dict[str, tuple[str, Any]] = {
     "value/importance_sampling": (f"{ENGINE}.training.find_loss", _halved),
     "gradient/importance_sampling": (f"{ENGINE}.training.find_loss", _halved),
     "gradient/masked": (f"{ENGINE}.training.find_loss", _centred),
+    "optimiser/betas": ("paritygate.server.sessions.trainers.adam_step", _other_beta),
+    "sampling/distribution": (f"{ENGINE}.loop.draw", _hotter),
     "state/optimizer_restored": ("paritygate.server.sessions.checkpoints.Store.load_into", _without_moments),
 }
 

@@ -4,19 +4,28 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from paritygate import server
 from paritygate.service.connection import Connection, checked_url
 from paritygate.service.lab import Lab, Settings
 from paritygate.service.runner import prepare
+
+if TYPE_CHECKING:
+    from paritygate import server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("service")
     group.addoption("--service", metavar="URL", help="the Tinker-compatible service to prove; its key: TINKER_API_KEY")
     group.addoption("--service-model", metavar="NAME", help="its base model; default: the only one")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A named service is proved, and nothing else is tested."""
+    others = collection_path.suffix == ".py" and collection_path.name != "test_proof.py"
+    return True if config.getoption("--service", default=None) and others else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,8 +43,10 @@ def sdk_garbage() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def running() -> Iterator[server.Running]:
+def running() -> "Iterator[server.Running]":
     """A server of the tiny model in this process."""
+    from paritygate import server
+
     running = server.start("tiny")
     yield running
     running.stop()
@@ -50,11 +61,9 @@ def foreign(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session")
 def lab(request: pytest.FixtureRequest, foreign: bool) -> Iterator[Lab]:
     """The lab at the named service, else at the embedded server, warmed, calibrated and with its noise measured."""
-    import os
-
     if foreign:
         url = checked_url(request.config.getoption("--service"))
-        connection = Connection(url, os.environ.get("TINKER_API_KEY", "tml-none"), "")
+        connection = Connection(url, request.config.getoption("service_key") or "tml-none", "")
         connection.probe()
         lab = Lab(connection)
         connection.model = request.config.getoption("--service-model") or next(iter(lab.long.models()))

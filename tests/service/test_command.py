@@ -50,6 +50,46 @@ def test_a_missing_key(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: P
     assert "TINKER_API_KEY" in sentence(capsys)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"obligations": {}, "obligations": {}}', "the key 'obligations' occurs twice"),
+        ('{"tolerances": {"t": {"bound": NaN, "unit": "u"}}, "obligations": {}}', "NaN is no JSON number"),
+        ("\ufeff{}", "not JSON that can be used"),
+        ("[]", "no file of service obligations"),
+    ],
+)
+def test_an_obligations_file_that_cannot_be_used(text: str, words: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "o.json"
+    path.write_text(text, encoding="utf-8")
+    options = ["--base-url", unused(), "--obligations", str(path), "--json", str(tmp_path / "p.json")]
+    assert main(options) == 2
+    assert words in sentence(capsys)
+    assert [file.name for file in tmp_path.iterdir()] == ["o.json"]
+
+
+@pytest.mark.parametrize("place", ["no/such/folder/p.json", ".", "file/p.json", "p.json"])
+def test_an_output_that_cannot_be_written_is_said_before_anything_is_asked(
+    place: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "file").write_text("")
+    if place == "p.json":
+        (tmp_path / place).mkdir()
+    assert main(["--base-url", "http://127.0.0.1:1", "--json", str(tmp_path / place)]) == 2
+    assert "cannot be written" in (words := sentence(capsys)) or "is a folder" in words
+
+
+@pytest.mark.parametrize(
+    "text", ['{"format": "paritygate service proof 1"}', '{"format": "paritygate service proof', ""]
+)
+def test_a_damaged_file_of_ours_is_left_alone(text: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    assert main(["--base-url", "http://127.0.0.1:1", "--json", str(path)]) == 2
+    assert str(path) in sentence(capsys)
+    assert path.read_text() == text
+
+
 def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "p.json"
     path.write_text('{"mine": 1}')

@@ -31,7 +31,7 @@ GREEDY = ("sampling/greedy",)
 TEMPERED = ("sampling/temperature",)
 WARM_START = ("value/cross_entropy",)
 LOGIT_ARMS = ("value/several_targets", "gradient/several_targets", "sampling/topk_logprobs")
-DRAWS = 1024  # single tokens for a distribution
+DRAWS = 2048  # single tokens for a distribution
 JSON, PAGE, RECEIPT = (f"service-proof{end}" for end in (".json", ".html", ".receipt.json"))
 
 

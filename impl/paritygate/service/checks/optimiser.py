@@ -1,5 +1,7 @@
 """optimiser: AdamW with bias corrections, decoupled decay, clipping of the global norm, and nothing unasked."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from paritygate.service.checks.gradient import EPS_LIMIT, homogeneity
@@ -11,35 +13,43 @@ from paritygate.service.outcome import CONTRAST, Measured, Undecided
 EPS_BETAS = (0.5, 0.9)  # a small correction of the second moment: eps before it would be more than twice as large
 SDK_BETAS = (0.9, 0.95)
 OTHER_BETAS = (0.5, 0.6)
-SECOND = -2.0  # the second gradient is so many times the first; against it, so that beta1 decides much
-SMALLER = 0.3  # after it the second moment falls
+# Gradients, in units of the first: a larger one against it, so that beta1 decides much; a smaller one, after which the
+# second moment falls; where betas are near 1 six of them, for it falls slowly: .95 and .999 are 1% apart after one.
+OPPOSED, FALLING, SLOWLY = (1.0, -2.0), (1.0, 0.3), (3.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
 NO_STEP = 1e-12  # a learning rate that moves no weight and fills the moments
 
 
-def moments(beta1: float, beta2: float, k: float) -> tuple[float, float]:
-    """Bias-corrected moments after gradients g and k g, in units of g and g^2."""
-    return (beta1 + k) / (1 + beta1), (beta2 + k * k) / (1 + beta2)
+def moments(beta1: float, beta2: float, factors: Sequence[float]) -> tuple[float, float]:
+    """Bias-corrected moments after gradients that are `factors` times g, in units of g and g^2."""
+    m = v = 0.0
+    for k in factors:
+        m, v = beta1 * m + (1 - beta1) * k, beta2 * v + (1 - beta2) * k * k
+    return m / (1 - beta1 ** len(factors)), v / (1 - beta2 ** len(factors))
 
 
 def _data(lab: Lab) -> list[Datum]:
     return lab.weighted(lab.data(2, 16, salt=7))
 
 
-def _two_gradients(lab: Lab, session: Session, betas: tuple[float, float], k: float, **adam: float) -> Moved:
-    data = _data(lab)
-    second = [d.with_inputs(weights=k * d.inputs["weights"]) for d in data]
+def _several_gradients(
+    lab: Lab, session: Session, betas: tuple[float, float], factors: Sequence[float], **adam: float
+) -> Moved:
+    batches = [[d.with_inputs(weights=k * d.inputs["weights"]) for d in _data(lab)] for k in factors]
     settings = {**lab.adam, "beta1": betas[0], "beta2": betas[1], **adam}
 
     def send(trainer: Trainer) -> None:
-        trainer.forward_backward(data)
-        trainer.step(**{**settings, "learning_rate": NO_STEP})
-        trainer.forward_backward(second)
+        for batch in batches[:-1]:
+            trainer.forward_backward(batch)
+            trainer.step(**{**settings, "learning_rate": NO_STEP})
+        trainer.forward_backward(batches[-1])
 
     return lab.arm(session, send, **settings)
 
 
-def _memoryless(lab: Lab, session: Session, betas: tuple[float, float], k: float, *, rate: float, eps: float) -> Moved:
-    m, v = moments(*betas, k)
+def _memoryless(
+    lab: Lab, session: Session, betas: tuple[float, float], factors: Sequence[float], *, rate: float, eps: float
+) -> Moved:
+    m, v = moments(*betas, factors)
     data = [d.with_inputs(weights=np.sign(m) * d.inputs["weights"]) for d in _data(lab)]
     return lab.arm(
         session, lambda t: t.forward_backward(data), learning_rate=rate * abs(m) / np.sqrt(v), eps=eps / np.sqrt(v)
@@ -47,18 +57,18 @@ def _memoryless(lab: Lab, session: Session, betas: tuple[float, float], k: float
 
 
 def both_betas(lab: Lab) -> Measured:
-    """Gradients g and k g give one memoryless step with lr m / sqrt(v), for a larger second one and a smaller one."""
+    """Several gradients k g give one memoryless step with lr m / sqrt(v), for larger later ones and smaller ones."""
     rate, eps = min(2 * lab.adam["learning_rate"], 9.0), lab.adam["eps"]
     betas = (lab.settings.beta1, lab.settings.beta2)
     others = OTHER_BETAS if betas == SDK_BETAS else SDK_BETAS
     each: list[Measured] = []
     with lab.session() as session:
-        for k in (SECOND, SMALLER):
-            got = _two_gradients(lab, session, betas, k, learning_rate=rate)
-            want = _memoryless(lab, session, betas, k, rate=rate, eps=eps)
-            wrong = _memoryless(lab, session, others, k, rate=rate, eps=eps)
+        for factors in (OPPOSED, SLOWLY if betas[1] >= 0.9 else FALLING):
+            got = _several_gradients(lab, session, betas, factors, learning_rate=rate)
+            want = _memoryless(lab, session, betas, factors, rate=rate, eps=eps)
+            wrong = _memoryless(lab, session, others, factors, rate=rate, eps=eps)
             gap, seen = lab.distance(got, want), lab.distance(wrong, want)
-            because = f"betas {betas}, then {k:g} times the gradient: the step is {gap:.3g} (relative) from Adam's"
+            because = f"betas {betas}, gradients {factors}: the step is {gap:.3g} (relative) from Adam's"
             each.append(Measured(gap, f"{because}; betas {others} would be {seen:.3g} off", seen, lab.step_noise(want)))
     telling = [m for m in each if m.contrast is not None and m.contrast >= CONTRAST * max(m.noise, 0.005)]
     return max(telling or each[:1], key=lambda measured: measured.figure / max(measured.noise, 0.005))
@@ -71,10 +81,10 @@ def eps(lab: Lab) -> Measured:
     size = min(8 * lab.adam["eps"], EPS_LIMIT)
     rate = min(4 * lab.adam["learning_rate"], 9.0)
     with lab.session() as session:
-        got = _two_gradients(lab, session, EPS_BETAS, SECOND, eps=size, learning_rate=rate)
-        want = _memoryless(lab, session, EPS_BETAS, SECOND, rate=rate, eps=size)
+        got = _several_gradients(lab, session, EPS_BETAS, OPPOSED, eps=size, learning_rate=rate)
+        want = _memoryless(lab, session, EPS_BETAS, OPPOSED, rate=rate, eps=size)
         # Added before the bias correction of the second moment, as some libraries do.
-        wrong = _memoryless(lab, session, EPS_BETAS, SECOND, rate=rate, eps=size / np.sqrt(1 - EPS_BETAS[1] ** 2))
+        wrong = _memoryless(lab, session, EPS_BETAS, OPPOSED, rate=rate, eps=size / np.sqrt(1 - EPS_BETAS[1] ** 2))
         gap, seen = lab.distance(got, want), lab.distance(wrong, want)
     because = f"with eps {size:.3g} the step is {gap:.3g} (relative) from Adam's; before the correction: {seen:.3g}"
     return Measured(gap, because, seen, lab.step_noise(want))
