@@ -54,7 +54,7 @@ def call(root: Path, options: dict[str, Any]) -> Any:
         return plan(spec, root=root, **{name: options[name] for name in ("device", "tau_bench", "prices")})
     from paritygate import experiment
 
-    return experiment.run(spec, root=root, environment=environment, **options)
+    return experiment.run_experiment(spec, root=root, environment=environment, **options)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,7 +32,7 @@ def run_spec(guard_passes: None, tmp_path: Path, tau_bench_dir: Path) -> Run:
     def run(spec: dict[str, Any] | Experiment, **options: Any) -> Any:
         exp = spec if isinstance(spec, Experiment) else load(write_spec(tmp_path, spec))
         arguments = {"output": tmp_path / "run", "tau_bench": tau_bench_dir, "quiet": True} | options
-        return experiment.run(exp, root=ROOT, **arguments)
+        return experiment.run_experiment(exp, root=ROOT, **arguments)
 
     return run
 

@@ -28,7 +28,9 @@ def main() -> int:
     spec, output, data = sys.argv[1:4]
     try:
         resume = "--resume" in sys.argv
-        experiment.run(load(spec), root=ROOT, output=Path(output), resume=resume, tau_bench=data, quiet=not foreign)
+        experiment.run_experiment(
+            load(spec), root=ROOT, output=Path(output), resume=resume, tau_bench=data, quiet=not foreign
+        )
     except ParityGateError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -93,4 +93,3 @@ def test_a_task_that_does_not_exist_is_a_sentence(source: retail.Source, split: 
 
 def test_goals_are_replayed_once(source: retail.Source) -> None:
     assert source.goal("test", 0) is source.goal("test", 0)
-    assert source.goal("test", 0).hash is source.goal("test", 0).hash

@@ -1,5 +1,6 @@
 """The specs that ship: the experiment as it was asked for, pinned, and at the size of a laptop."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import get_args
@@ -7,9 +8,11 @@ from typing import get_args
 import pytest
 
 from paritygate.errors import Refused
+from paritygate.losses import sdpo
 from paritygate.spec import Arm, ArmKind, Experiment, load, schema
 from paritygate.spec.pins import PINS, TAU_BENCH_DATABASE_SHA256, is_pinned, unknown_pins
 from paritygate.spec.schema import load_schema, spec_folder
+from paritygate_reference import sdpo as reference
 
 SPECS = spec_folder()
 AS_ASKED = Path(__file__).with_name("sdpo_as_asked.json")
@@ -222,3 +225,22 @@ def test_a_damaged_schema_is_refused_by_name(content: bytes, tmp_path: Path, mon
         monkeypatch.setattr(schema, cached.__name__, cached.__wrapped__)
     with pytest.raises(Refused, match=r"experiment\.schema\.json"):
         schema.violations("experiment", {})
+
+
+def test_the_defaults_of_an_advantage_are_those_of_the_losses() -> None:
+    """The schema writes them out where a spec leaves them; the losses and their definition have them as arguments."""
+    schema_defaults = {
+        name: entry["default"]
+        for name, entry in load_schema("experiment")["$defs"]["protocol"]["properties"]["advantage"][
+            "properties"
+        ].items()
+        if "default" in entry
+    }
+    for package in (sdpo, reference):
+        clip = inspect.signature(package.token_advantage).parameters["clip"].default
+        sibling = inspect.signature(package.select_sibling).parameters
+        assert (clip, sibling["threshold"].default) == (
+            schema_defaults["clip"],
+            schema_defaults["sibling_threshold"],
+        )
+    assert schema_defaults["clip"] == 5.0

@@ -5,6 +5,6 @@ from paritygate.extras import require
 require("experiment")
 
 from paritygate.experiment.protocol import PHASES  # noqa: E402
-from paritygate.experiment.runner import RunResult, run  # noqa: E402
+from paritygate.experiment.runner import RunResult, run_experiment  # noqa: E402
 
-__all__ = ["PHASES", "RunResult", "run"]
+__all__ = ["PHASES", "RunResult", "run_experiment"]

@@ -49,7 +49,7 @@ class RunResult:
         return "\n".join([*filter(None, lines), f"The run lies in {self.directory}; open report.html there."])
 
 
-def run(
+def run_experiment(
     exp: Experiment,
     *,
     root: Path,

@@ -82,10 +82,6 @@ class Database:
                 texts[table, key] = text
         return texts
 
-    def as_dict(self) -> dict[str, dict[str, Record]]:
-        """The whole database as one new plain dictionary in the data files' order (a copy: slow)."""
-        return {name: {key: _copied(record) for key, record in self.records(name)} for name in TABLES}
-
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):

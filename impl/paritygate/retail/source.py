@@ -47,11 +47,6 @@ class Goal:
     observations: tuple[str, ...] = field(repr=False)
     database: Database = field(repr=False)
 
-    @cached_property
-    def hash(self) -> str:
-        """Upstream's hash of the goal state, hex."""
-        return database_hash(self.database)
-
 
 class Source:
     """The retail data: `.tasks(split)`, `.wiki`, `.rules`, `.tools`, `.initial_hash`, `.provenance`, `.database()`."""

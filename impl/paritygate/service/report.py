@@ -4,7 +4,7 @@ import html
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -188,11 +188,3 @@ def _program(result: Result) -> str:
     if result.program is None:
         return ""
     return f"<details><summary>a program that shows it</summary><pre>{html.escape(result.program)}</pre></details>"
-
-
-def claims_by_group(obligations: Obligations) -> Mapping[str, int]:
-    """How many obligations each group has."""
-    counts: dict[str, int] = {}
-    for entry in obligations.entries:
-        counts[entry.group] = counts.get(entry.group, 0) + 1
-    return counts
