@@ -40,7 +40,7 @@ def run_spec(guard_passes: None, tmp_path: Path, tau_bench_dir: Path) -> Run:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedService], ScriptedService]:
     """scripted(service): every connection leads to it. Harmony has no vocabulary here, so Qwen writes for it."""
-    from paritygate.experiment.correctness import model_gradients  # noqa: F401 - keeps the real `connect`
+    from tests.experiment import model_gradients  # noqa: F401 - keeps the real `connect`
 
     real = renderer.load
 
