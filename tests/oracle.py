@@ -90,7 +90,8 @@ def logit_rows(
     for b, t in np.argwhere(mask).tolist():
         s, q = numbers(student[b, t]), numbers(teacher[b, t])
         k = options.get("top_k")
-        kept = None if k is None else top_k(student[b, t].tolist(), k)
+        ranked = teacher if options.get("top_k_of") == "teacher" else student
+        kept = None if k is None else top_k(ranked[b, t].tolist(), k)
 
         def value(z: list[Any], q: list[Any] = q, kept: list[int] | None = kept) -> Any:
             return divergence(z, q, options["divergence"], options.get("mixture", 0.5), kept, options.get("tail", True))

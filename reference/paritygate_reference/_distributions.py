@@ -64,10 +64,10 @@ def bucketed(log_p: Array, kept: NDArray[np.intp], use_tail: bool) -> Distributi
     )
 
 
-def renormalised(logits: Array, kept: NDArray[np.intp], place: str) -> Array:
+def renormalised(logits: Array, kept: NDArray[np.intp], place: str, whose: str = "student") -> Array:
     """Log-probabilities (V,) of the `kept` entries alone, -inf elsewhere; ValueError naming `place`: they have none."""
     if (logits[kept] == -math.inf).all():
-        raise ValueError(f"{place} has no probability among the student's top_k: it cannot be renormalised")
+        raise ValueError(f"{place} has no probability among the {whose}'s top_k: it cannot be renormalised")
     inside = np.full_like(logits, -math.inf)
     inside[kept] = log_softmax(logits[kept], place)
     return inside
@@ -137,9 +137,14 @@ def forward_kl_slopes(p: Distribution, q: Distribution) -> Slopes:
 def reverse_kl_slopes(p: Distribution, q: Distribution, log_ratio: Array) -> Slopes:
     """KL(p || q): `g_i = log(p_i / q_i) + 1`, 0 where p_i is 0.
 
-    `log_ratio` of the kept entries is log(p_i / q_i) less that of the student's largest, from the logits exactly:
-    between logits of +-65504 the g_i are large and nearly equal.
+    `log_ratio` of the kept entries is log(p_i / q_i) less that of the largest p_i kept, from the logits exactly:
+    between logits of +-65504 the g_i are large and nearly equal. Where the tail is the largest it is less the tail's.
     """
+    if p.has_tail and p.log[-1] > math.log(0.5):
+        of_tail = p.log[-1] - q.log[-1]
+        with np.errstate(invalid="ignore"):  # -inf - -inf, where the student has no probability
+            g = p.log - q.log - of_tail
+        return Slopes(_where_positive(np.exp(p.log), g), of_tail + 1.0)
     top = int(np.argmax(p.log[: len(log_ratio)]))
     of_largest = p.log[top] - q.log[top]
     g = np.append(log_ratio, p.log[-1] - q.log[-1] - of_largest) if p.has_tail else log_ratio

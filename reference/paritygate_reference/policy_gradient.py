@@ -6,6 +6,8 @@ tinker-cookbook: docs/losses.mdx at a2b1b820, tutorials/202_loss_functions.py at
 Obligations: policy_gradient/oracle, policy_gradient/clipped_oracle, policy_gradient/service_oracle.
 """
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -59,6 +61,21 @@ def importance_sampling_grad(logprobs: Row, sampler_logprobs: Row, advantages: R
     """
     p, q, A = _checks.policy_rows("importance_sampling_loss", logprobs, sampler_logprobs, advantages)
     return 0.0 - ratio(p, q) * A
+
+
+def importance_ratio(logprobs: Row, old_logprobs: Row, mask: Mask, cap: float = math.inf) -> Array:
+    """`min(exp(logprobs_t - old_logprobs_t), cap)` at mask 1, 0 at mask 0, where nothing is read; (T,), a constant.
+
+    The `importance_ratio` of `sdpo.logit_loss`, from the log-probabilities of the policy that sampled. ValueError:
+    shapes differ, a mask that is not 0 or 1, cap not positive, at mask 1 a logprob that is NaN or +inf, an old one
+    that is not finite. Source: SDPO, arXiv 2601.20802, section 4 (cap 2); truncated importance sampling.
+    Obligations: policy_gradient/importance_ratio.
+    """
+    if not cap > 0.0:
+        raise ValueError(f"importance_ratio: cap is {cap}; it is positive")
+    used = _checks.zero_or_one("importance_ratio", np.asarray(mask))
+    p, q, one = _checks.policy_rows("importance_ratio", logprobs, old_logprobs, used.astype(np.float64))
+    return np.where(one == 1.0, np.minimum(ratio(p, q), cap), 0.0)
 
 
 # PPO

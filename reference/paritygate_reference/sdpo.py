@@ -89,6 +89,7 @@ def logit_loss(
     mixture: float = 0.5,
     top_k: int | None = None,
     tail: bool = True,
+    top_k_of: str = "student",
     importance_ratio: ArrayLike | None = None,
     aggregation: str = "token_mean",
 ) -> float:
@@ -96,13 +97,14 @@ def logit_loss(
 
     `divergence`: forward_kl KL(q||p), reverse_kl KL(p||q), jsd (1-a) KL(p||m) + a KL(q||m) with m = (1-a) p + a q and
     a = `mixture` in (0, 1). `top_k` keeps the student's k largest (ties to the lowest index) with the rest as one
-    `tail` bucket, or renormalised. `importance_ratio` (B, T) multiplies each token. `aggregation`: token_mean,
-    sequence_mean, sequence_sum, token_sum. Masked positions are never read. ValueError names the place: bad options or
-    shapes, top_k > V, a fully masked batch (except token_sum, 0), a row with NaN or +inf or all -inf.
+    `tail` bucket, or renormalised; `top_k_of` "teacher" keeps the teacher's k largest instead. `importance_ratio`
+    (B, T) multiplies each token. `aggregation`: token_mean, sequence_mean, sequence_sum, token_sum. Masked positions
+    are never read. ValueError names the place: bad options or shapes, top_k > V, a fully masked batch (except
+    token_sum, 0), a row with NaN or +inf or all -inf.
     Source: SDPO, arXiv 2601.20802, section 3; official code at 0e6d5106.
-    Obligations: sdpo/logit_loss, sdpo/empty.
+    Obligations: sdpo/logit_loss, sdpo/excluded_teacher, sdpo/empty.
     """
-    options = _Options(divergence, mixture, top_k, tail, aggregation)
+    options = _Options(divergence, mixture, top_k, tail, top_k_of, aggregation)
     return _logit_loss(student_logits, teacher_logits, mask, options, importance_ratio)[0]
 
 
@@ -115,15 +117,16 @@ def logit_loss_grad(
     mixture: float = 0.5,
     top_k: int | None = None,
     tail: bool = True,
+    top_k_of: str = "student",
     importance_ratio: ArrayLike | None = None,
     aggregation: str = "token_mean",
 ) -> Array:
     """d `logit_loss` / d student_logits (B, T, V), exactly 0 at masked positions; NaN in a row whose divergence is +inf
     because the teacher excludes what the student does. Teacher and ratio are constants. ValueError as `logit_loss`.
-    Obligations: sdpo/logit_gradient, sdpo/factor, sdpo/padded_vocabulary, sdpo/enumeration, sdpo/service_weights,
-    sdpo/service_gradient.
+    Obligations: sdpo/logit_gradient, sdpo/teacher_top_k, sdpo/factor, sdpo/padded_vocabulary, sdpo/enumeration,
+    sdpo/service_weights, sdpo/service_gradient.
     """
-    options = _Options(divergence, mixture, top_k, tail, aggregation)
+    options = _Options(divergence, mixture, top_k, tail, top_k_of, aggregation)
     return _logit_loss(student_logits, teacher_logits, mask, options, importance_ratio)[1]
 
 
@@ -132,6 +135,7 @@ class _Options(NamedTuple):
     mixture: float
     top_k: int | None
     tail: bool
+    top_k_of: str
     aggregation: str
 
 
@@ -163,16 +167,17 @@ def _row(student: Array, teacher: Array, options: _Options, place: str) -> tuple
     log_q = _distributions.log_softmax(teacher, f"logit_loss: teacher row {place}")
     kept = np.arange(len(student))
     if options.top_k is not None:
-        kept = np.argsort(-student, kind="stable")[: options.top_k]
+        ranked = teacher if options.top_k_of == "teacher" else student
+        kept = np.argsort(-ranked, kind="stable")[: options.top_k]
         if not options.tail:
-            log_p = _distributions.renormalised(student, kept, f"logit_loss: student row {place}")
-            log_q = _distributions.renormalised(teacher, kept, f"logit_loss: teacher row {place}")
+            log_p = _distributions.renormalised(student, kept, f"logit_loss: student row {place}", options.top_k_of)
+            log_q = _distributions.renormalised(teacher, kept, f"logit_loss: teacher row {place}", options.top_k_of)
     use_tail = options.top_k is not None and options.tail
     p, q = (_distributions.bucketed(row, kept, use_tail) for row in (log_p, log_q))
     if options.divergence == "forward_kl":
         slopes = _distributions.forward_kl_slopes(p, q)
     elif options.divergence == "reverse_kl":
-        top = int(np.argmax(student))
+        top = int(kept[np.argmax(student[kept])])
         with np.errstate(invalid="ignore"):  # -inf - -inf, where the student has no probability
             log_ratio = (student - student[top]) - (teacher - teacher[top])
         slopes = _distributions.reverse_kl_slopes(p, q, log_ratio[kept])
@@ -189,6 +194,7 @@ def _check_options(student: Array, teacher: Array, mask: NDArray[np.bool_], opti
             f"mask {mask.shape}; (B, T, V), (B, T, V), (B, T) are expected"
         )
     _checks.one_of("logit_loss", "divergence", options.divergence, DIVERGENCES)
+    _checks.one_of("logit_loss", "top_k_of", options.top_k_of, ("student", "teacher"))
     if options.divergence == "jsd" and not 0.0 < options.mixture < 1.0:
         raise ValueError(f"logit_loss: mixture is {options.mixture}; it lies strictly inside (0, 1)")
     top_k = options.top_k

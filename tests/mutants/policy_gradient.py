@@ -37,6 +37,14 @@ MUTANTS = (
         "    return (-(_ratio(new, old, weight) * weight).detach() + kl - kl.detach()).sum()",
     ),
     Mutant(
+        "importance-ratio-uncapped",
+        "the importance ratio of a distillation loss uncapped",
+        "policy_gradient/importance_ratio",
+        "losses/policy_gradient.py",
+        ".clamp(max=cap))",
+        ")",
+    ),
+    Mutant(
         "unread-positions-read",
         "0 times NaN at a position that is no action",
         "policy_gradient/value",

@@ -24,6 +24,22 @@ MUTANTS = (
         'if options.divergence in ("forward_kl", "reverse_kl"):\n        return -q.log.exp()',
     ),
     Mutant(
+        "student-top-k-whatever-is-asked",
+        "the student's top k where the teacher's is asked for",
+        "sdpo/teacher_top_k",
+        DIVERGENCE,
+        'teacher if options.top_k_of == "teacher" else student',
+        "student",
+    ),
+    Mutant(
+        "excluded-teacher-is-nan",
+        "0 times -inf at an entry that the teacher excludes (TRL, Liger)",
+        "sdpo/excluded_teacher",
+        "losses/numerics.py",
+        "return torch.where(a == 0, b, terms).sum(-1)",
+        "return torch.where((a == 0) & (b == 0), b, terms).sum(-1)",
+    ),
+    Mutant(
         "mixture-swapped",
         "JSD with the mixture weight on the wrong side",
         "sdpo/logit_loss",
@@ -170,10 +186,8 @@ MUTANTS = (
         "the top k of the teacher (verl) instead of the student",
         "sdpo/logit_loss",
         DIVERGENCE,
-        "def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:\n"
-        "    kept = None if options.top_k is None else lowest_top_k(student, options.top_k)",
-        "def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:\n"
-        "    kept = None if options.top_k is None else lowest_top_k(teacher, options.top_k)",
+        'teacher if options.top_k_of == "teacher" else student',
+        "teacher",
     ),
     Mutant(
         "ties-of-top-k",

@@ -83,6 +83,29 @@ def test_reference_against_sixty_digits() -> None:
     the_reference_has_sixty_digits_value_and_gradient()
 
 
+@pytest.mark.obligation("policy_gradient/importance_ratio")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_importance_ratio_from_old_logprobs(losses: Any, device: str, dtype: str) -> None:
+    @settings(max_examples=30)
+    @given(batches(dtype), st.sampled_from([math.inf, 2.0, 0.5]))
+    def the_ratio_is_the_reference_s(batch: tuple[np.ndarray, np.ndarray, np.ndarray], cap: float) -> None:
+        new, old, advantages = batch
+        mask = (advantages != 0.0).astype(np.int64)
+        inputs = np.where(mask == 0, np.nan, new), np.where(mask == 0, np.inf, old)
+        logprobs, sampler = (tensor(row, dtype, device).requires_grad_() for row in inputs)
+        actual = losses.policy_gradient.importance_ratio(logprobs, sampler, torch.tensor(mask, device=device), cap)
+        assert not actual.requires_grad
+        expected = [reference.importance_ratio(*row, cap=cap) for row in zip(new, old, mask, strict=True)]
+        compare("policy_gradient/importance_ratio", actual, expected, dtype=dtype, where=f"cap {cap}")
+        exact = [
+            [min(math.exp(x - y), cap) * m for x, y, m in zip(*row, strict=True)]
+            for row in zip(new, old, mask.tolist(), strict=True)
+        ]
+        compare("policy_gradient/importance_ratio", expected, exact, dtype="float64", oracle="by hand")
+
+    the_ratio_is_the_reference_s()
+
+
 # ppo, cispo, dro, gspo
 
 OBLIGATIONS = {  # of value and gradient

@@ -14,12 +14,13 @@ SMALLEST_TAIL = -math.expm1(TAIL_CAP)
 
 
 class Options(NamedTuple):
-    """Which divergence, over which part of the vocabulary: all of it, or the student's top_k and a tail."""
+    """Which divergence, over which part of the vocabulary: all of it, or the top_k of one of the two and a tail."""
 
     divergence: str
     mixture: float = 0.5
     top_k: int | None = None
     tail: bool = True
+    top_k_of: str = "student"
 
 
 class Buckets(NamedTuple):

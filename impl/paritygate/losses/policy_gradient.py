@@ -43,6 +43,23 @@ def importance_sampling_grad(
     return torch.where(weight == 0, 0.0, -_ratio(new.detach(), old, weight) * weight).to(new.dtype)
 
 
+def importance_ratio(
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cap: float = math.inf, *, validate: bool = True
+) -> Tensor:
+    """`min(exp(logprobs - old_logprobs), cap)` at mask 1, 0 elsewhere, (..., T) float64: a constant.
+
+    The `importance_ratio` of `sdpo.logit_loss`, from the log-probabilities of the policy that sampled; nothing is read
+    at mask 0. ValueError: shapes differ, cap not positive; with `validate`, a mask that is not 0 or 1, at mask 1 a
+    logprob that is NaN or +inf, an old one that is not finite. Source: SDPO, arXiv 2601.20802, section 4 (cap 2).
+    Obligations: policy_gradient/importance_ratio.
+    """
+    if not cap > 0.0:
+        raise ValueError(f"importance_ratio: cap is {cap}; it is positive")
+    used = as_mask(mask, as_float(logprobs, "logprobs"), "importance_ratio", validate=validate)
+    new, old, weight = _checked("importance_ratio", logprobs, old_logprobs, used.double(), validate)
+    return torch.where(weight == 0, 0.0, _ratio(new.detach(), old, weight).clamp(max=cap))
+
+
 class Objective(NamedTuple):
     """What is maximised at each position, and its documented slope in the logprob, both (..., T) float64."""
 

@@ -98,14 +98,14 @@ def _buckets(logits: Tensor, log_p: Tensor, kept: Tensor | None, tail: bool) -> 
 
 
 def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
-    kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
+    kept = kept_entries(student, teacher, options)
     p, q = (_buckets(logits, log_softmax(logits), kept, options.tail) for logits in (student, teacher))
     return divergence_of(p, q, options)
 
 
 def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
     """With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0."""
-    kept = None if options.top_k is None else lowest_top_k(student, options.top_k)
+    kept = kept_entries(student, teacher, options)
     log_p = log_softmax(student)
     p = _buckets(student, log_p, kept, options.tail)
     q = _buckets(teacher, log_softmax(teacher), kept, options.tail)
@@ -121,6 +121,16 @@ def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
         gradient = log_p.exp() * (torch.where(outside, tail_slope, 0.0) - total)
         gradient = gradient.scatter_add(1, kept, weighted[:, :-1])
     return torch.where(torch.isfinite(total), gradient, torch.nan)
+
+
+def kept_entries(student: Tensor, teacher: Tensor, options: Options) -> Tensor | None:
+    """Indices (n, k) of the entries that are told apart, of logits (n, V); None where all are.
+
+    Obligations: sdpo/teacher_top_k.
+    """
+    if options.top_k is None:
+        return None
+    return lowest_top_k(teacher if options.top_k_of == "teacher" else student, options.top_k)
 
 
 def lowest_top_k(logits: Tensor, k: int) -> Tensor:

@@ -9,6 +9,13 @@ from .. import engines
 from ..buckets import Options
 
 
+def engine_for(student: Tensor, teacher: Tensor, options: Options) -> engines.DivergenceEngine:
+    """The first that serves these (N, V) logits; the fast ones know the student's top k alone."""
+    if options.top_k is not None and options.top_k_of == "teacher":
+        return engines.float64
+    return engines.choose("divergences", student, teacher)
+
+
 class RowDivergence(torch.autograd.Function):
     """(N, V) student and teacher logits, row_mask (N,) bool -> (N,) float64 nats; the student differentiates twice.
 
@@ -18,7 +25,7 @@ class RowDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, row_mask: Tensor, options: Options) -> Tensor:
         ctx.options = options
-        values, saved = engines.choose("divergences", student, teacher).divergence(student, teacher, row_mask, options)
+        values, saved = engine_for(student, teacher, options).divergence(student, teacher, row_mask, options)
         ctx.save_for_backward(student, teacher, row_mask, *saved)
         return values
 
@@ -26,6 +33,6 @@ class RowDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         student, teacher, row_mask, *saved = ctx.saved_tensors
         differentiable = torch.is_grad_enabled() or not saved
-        engine = engines.float64 if differentiable else engines.choose("divergences", student, teacher)
+        engine = engines.float64 if differentiable else engine_for(student, teacher, ctx.options)
         gradient = engine.divergence_gradient(student, teacher, row_mask, ctx.options, tuple(saved), grad)
         return gradient, None, None, None

@@ -6,8 +6,9 @@ from torch import Tensor
 from .. import engines
 from ..buckets import DIVERGENCES, Options
 from ..checks import as_float, as_mask, place, refuse_where, result_dtype, rows_are_distributions, same_shape
-from .divergence import RowDivergence
+from .divergence import RowDivergence, engine_for
 
+OTHER = {"student": "teacher", "teacher": "student"}
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "token_sum")
 
 
@@ -20,6 +21,7 @@ def logit_loss(
     mixture: float = 0.5,
     top_k: int | None = None,
     tail: bool = True,
+    top_k_of: str = "student",
     importance_ratio: Tensor | None = None,
     aggregation: str = "token_mean",
     validate: bool = True,
@@ -27,16 +29,17 @@ def logit_loss(
     """The divergence of teacher q and student p at mask 1, aggregated: logits (..., T, V), mask (..., T) -> nats ().
 
     `divergence`: forward_kl KL(q||p), reverse_kl KL(p||q), jsd (1-a) KL(p||m) + a KL(q||m) with m = (1-a) p + a q and
-    a = `mixture` in (0, 1). `top_k` keeps the student's k largest (ties to the lowest index), the rest as one `tail`
-    bucket, or renormalised. `importance_ratio` (..., T) multiplies each token. `aggregation`: token_mean,
-    sequence_mean, sequence_sum, token_sum. Differentiable in the student alone; masked positions are never read.
+    a = `mixture` in (0, 1). `top_k` keeps the student's k largest (ties to the lowest index), or with `top_k_of`
+    "teacher" the teacher's, the rest as one `tail` bucket, or renormalised. `importance_ratio` (..., T) multiplies
+    each token. `aggregation`: token_mean, sequence_mean, sequence_sum, token_sum. Differentiable in the
+    student alone; masked positions are never read.
     ValueError names the place: bad options or shapes, top_k > V; with `validate` (which waits for the device) a fully
     masked batch (except token_sum, 0) and a row with NaN or +inf or all -inf.
     Source: SDPO, arXiv 2601.20802, section 3.
-    Obligations: sdpo/logit_loss, sdpo/logit_gradient, sdpo/empty, sdpo/constants, sdpo/padded_vocabulary,
-    sdpo/enumeration.
+    Obligations: sdpo/logit_loss, sdpo/logit_gradient, sdpo/teacher_top_k, sdpo/excluded_teacher, sdpo/empty,
+    sdpo/constants, sdpo/padded_vocabulary, sdpo/enumeration.
     """
-    _check_options(student_logits, teacher_logits, divergence, mixture, top_k)
+    _check_options(student_logits, teacher_logits, divergence, mixture, top_k, top_k_of)
     token_mask = as_mask(mask, student_logits, "logit_loss", validate=validate)
     if token_mask.shape != student_logits.shape[:-1]:
         raise ValueError(
@@ -48,20 +51,23 @@ def logit_loss(
     vocabulary = student_logits.shape[-1]
     student, teacher = student_logits.reshape(-1, vocabulary), teacher_logits.detach().reshape(-1, vocabulary)
     row_mask, weights = token_mask.flatten(), weights.flatten()
+    options = Options(divergence, mixture, top_k, tail, top_k_of)
     places: Tensor | None = None
     if validate:  # having waited for the device, drop the masked rows
         places = torch.ones_like(token_mask).nonzero()
-        if not bool(row_mask.all()) and engines.choose("divergences", student, teacher) is engines.float64:
+        if not bool(row_mask.all()) and engine_for(student, teacher, options) is engines.float64:
             student, teacher, places = student[row_mask], teacher[row_mask], places[row_mask]
             weights, row_mask = weights[row_mask], row_mask[row_mask]
         for name, logits in (("student", student), ("teacher", teacher)):
             top = torch.where(row_mask, logits.detach().amax(-1), 0.0)
             rows_are_distributions(top[:, None], f"logit_loss: {name}", places)
-    values: Tensor = RowDivergence.apply(student, teacher, row_mask, Options(divergence, mixture, top_k, tail))
+    values: Tensor = RowDivergence.apply(student, teacher, row_mask, options)
     if places is not None and top_k is not None and not tail:
         for i in values.detach().isnan().nonzero()[:1].flatten().tolist():
             where = place(places[i].tolist())
-            raise ValueError(f"logit_loss: teacher row {where} has no probability among the student's top_k")
+            raise ValueError(
+                f"logit_loss: {OTHER[top_k_of]} row {where} has no probability among the {top_k_of}'s top_k"
+            )
     return torch.where(weights == 0, 0.0, weights * values).sum().to(result_dtype(student_logits))
 
 
@@ -74,6 +80,7 @@ def logit_loss_grad(
     mixture: float = 0.5,
     top_k: int | None = None,
     tail: bool = True,
+    top_k_of: str = "student",
     importance_ratio: Tensor | None = None,
     aggregation: str = "token_mean",
     validate: bool = True,
@@ -93,6 +100,7 @@ def logit_loss_grad(
             mixture=mixture,
             top_k=top_k,
             tail=tail,
+            top_k_of=top_k_of,
             importance_ratio=importance_ratio,
             aggregation=aggregation,
             validate=validate,
@@ -100,7 +108,9 @@ def logit_loss_grad(
     return torch.autograd.grad(loss, leaf)[0]
 
 
-def _check_options(student: Tensor, teacher: Tensor, divergence: str, mixture: float, top_k: int | None) -> None:
+def _check_options(
+    student: Tensor, teacher: Tensor, divergence: str, mixture: float, top_k: int | None, top_k_of: str
+) -> None:
     if student.ndim < 2 or student.shape != teacher.shape or student.shape[-1] == 0:
         raise ValueError(
             f"logit_loss: shapes differ: student_logits {tuple(student.shape)}, teacher_logits {tuple(teacher.shape)}; "
@@ -110,6 +120,8 @@ def _check_options(student: Tensor, teacher: Tensor, divergence: str, mixture: f
         raise ValueError(f"logit_loss: logits are {student.dtype} and {teacher.dtype}; floating point is expected")
     if divergence not in DIVERGENCES:
         raise ValueError(f"logit_loss: divergence is {divergence!r}; it is one of {', '.join(DIVERGENCES)}")
+    if top_k_of not in ("student", "teacher"):
+        raise ValueError(f"logit_loss: top_k_of is {top_k_of!r}; it is student or teacher")
     if divergence == "jsd" and not 0.0 < mixture < 1.0:
         raise ValueError(f"logit_loss: mixture is {mixture}; it lies strictly inside (0, 1)")
     if top_k is not None and not (isinstance(top_k, int) and 1 <= top_k <= student.shape[-1]):  # pyright: ignore[reportUnnecessaryIsInstance]
