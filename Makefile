@@ -28,7 +28,7 @@ export PARITYGATE_TAU_BENCH := $(abspath data/tau_bench_retail)
 endif
 endif
 
-.PHONY: help run test test-runs test-losses test-guard test-rest soak parity data env mutants cookbook bench service-skyrl service-hatchery sdk-matrix
+.PHONY: help run test test-runs test-losses test-guard test-rest soak parity data env mutants cookbook trainers bench service-skyrl service-hatchery sdk-matrix
 
 help:
 	@echo 'make run     set up, prove parity, run the local experiment ($(SPEC))'
@@ -36,6 +36,7 @@ help:
 	@echo 'make soak    the suite at full counts: kills, flips, fuzzing, simulations, all mutants'
 	@echo 'make parity  prove the losses, write a receipt    make data  fetch tau-bench retail'
 	@echo 'make mutants show that the proof can fail         make cookbook  install the optional tinker-cookbook'
+	@echo 'make trainers hold other trainers to the definitions'
 	@echo 'make bench   time the losses, the server, the environment and the rollouts'
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -96,6 +97,10 @@ cookbook: $(INSTALLED)
 bench: $(INSTALLED)
 	for name in loss fused server retail rollouts; do $(PY) benchmarks/$$name.py; done
 
+
+# Other trainers' losses against the definitions, in an environment of their own under build/trainers: design/022.
+trainers: $(INSTALLED)
+	$(PY) examples/trainers/matrix.py
 
 # Hold other people's Tinker-compatible services to the definitions; each builds its environments under build/foreign.
 service-skyrl service-hatchery: service-%: $(INSTALLED)

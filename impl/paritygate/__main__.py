@@ -10,7 +10,7 @@ from paritygate.bootstrap import Parser, complain, exit_code, write
 COMMANDS = {
     "server": "the embedded Tinker-compatible server",
     "service": "hold a Tinker-compatible service to the definitions",
-    "harness": "prove losses of your own: the pieces of a new loss, its mutants",
+    "harness": "hold another trainer's losses (MODULE); prove your own: the pieces of a new loss, its mutants",
     "verify": "is there a green parity receipt for the repository here?",
 }
 

@@ -8,7 +8,11 @@ from typing import Any
 
 from paritygate.harness.ledger import compare
 
-__all__ = ["compare", "strategies"]  # pyright: ignore[reportUnsupportedDunderAll] - by __getattr__
+__all__ = ["Unsupported", "compare", "strategies"]  # pyright: ignore[reportUnsupportedDunderAll] - by __getattr__
+
+
+class Unsupported(NotImplementedError):  # noqa: N818 - what an adapter says, no mistake of its own
+    """Raised by an adapter for an option that its project does not have; the sentence says which."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,12 @@
+"""Another trainer's losses against the definitions: plain inputs, stresses, promises, and the smallest input of each.
+
+`python -m paritygate.harness MODULE` imports an adapter (`examples/trainers/` has nine), which offers functions under
+the names that `paritygate.losses` has, as far as it has them: `sdpo.logit_loss`, `policy_gradient.ppo_loss`, ...
+"""
+
+from paritygate.harness.conformance.functions import Function
+from paritygate.harness.conformance.logits import LOGIT_LOSS
+from paritygate.harness.conformance.logprobs import FUNCTIONS as OF_LOGPROBS
+
+FUNCTIONS: tuple[Function, ...] = (LOGIT_LOSS, *OF_LOGPROBS)
+"""What an adapter can offer."""
