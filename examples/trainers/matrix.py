@@ -53,8 +53,8 @@ HEAD = """# 022 Other trainers against the definitions
 
 Written by `make trainers` on {date}. Each adapter of `examples/trainers` is held to the float64 definitions by
 `python -m paritygate.harness`: plain inputs at 1e-8 (float64) and 1e-5 (float32), value and gradient. The projects
-are good ones: what departs is mostly an edge that their trainers do not meet. A smallest input is the first found of its
-stress; its report has the others, and a program for each.
+are good ones: what departs is mostly an edge that their trainers do not meet. A smallest input is the first one of
+its stress; the report of the adapter has the others, and a program for each.
 
 """
 

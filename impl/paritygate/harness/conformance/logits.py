@@ -178,8 +178,8 @@ def near_equal(rng: np.random.Generator, keywords: Keywords) -> Arrays:
 def is_near_equal(arrays: Arrays, keywords: Keywords) -> bool:
     """At most 1e-2 apart, and not equal, in rows that are read."""
     student, teacher = read(arrays)
-    apart = np.abs(student - teacher)
-    return bool(np.isfinite(apart).all() and (apart <= 1e-2).all() and (apart.max(-1) > 1e-5).any())
+    diff = np.abs(student - teacher)
+    return bool(np.isfinite(diff).all() and (diff <= 1e-2).all() and (diff.max(-1) > 1e-5).any())
 
 
 def large_logits(rng: np.random.Generator, keywords: Keywords) -> Arrays:
