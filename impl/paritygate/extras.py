@@ -18,9 +18,12 @@ class MissingExtraError(BadInputError, ImportError):
     """A module that an extra of the wheel brings is not installed."""
 
 
-def require(extra: str) -> None:
-    """Raise MissingExtraError, naming the extra, where a module of it cannot be found. Imports nothing."""
-    for name in EXTRAS[extra]:
+def require(extra: str, *names: str) -> None:
+    """Raise MissingExtraError, naming the extra, where one of `names`, or any module of it, cannot be found.
+
+    Imports nothing.
+    """
+    for name in names or EXTRAS[extra]:
         try:
             installed = importlib.util.find_spec(name) is not None
         except ModuleNotFoundError:

@@ -1,6 +1,7 @@
 """The five pieces of a new loss: spec entry, reference, implementation, parity test, mutant; all fail until filled."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ MUTANTS = (
 )
 '''
 
+NAMED_FILE = re.compile(r'"([\w./-]+\.(?:py|cpp|hpp))"')
+
 TOLERANCES = [
     {"dtype": "float64", "device": "any", "regime": "ordinary", "rtol": 1e-9, "atol": 1e-12},
     {"dtype": "float32", "device": "any", "regime": "ordinary", "rtol": 1e-5, "atol": 1e-7},
@@ -104,6 +107,7 @@ def write_pieces(project: Project, name: str) -> list[str]:
         raise BadInputError(f"{project.spec} has a loss {name!r} already.")
     implementation = f"{project.implementation}/{name}.py"
     package = Path(project.reference).name
+    target = Path(implementation).relative_to(mutants_base(project)).as_posix()
     pieces = {
         f"{project.reference}/{name}.py": REFERENCE,
         implementation: IMPLEMENTATION,
@@ -133,9 +137,7 @@ def write_pieces(project: Project, name: str) -> list[str]:
     path.write_text(with_entry(path, spec, name))
     for file, text in pieces.items():
         (project.root / file).parent.mkdir(parents=True, exist_ok=True)
-        (project.root / file).write_text(
-            text.replace("NAME", name).replace("PACKAGE", package).replace("FILE", implementation)
-        )
+        (project.root / file).write_text(text.replace("NAME", name).replace("PACKAGE", package).replace("FILE", target))
     for folder in (project.reference, project.implementation):
         (project.root / folder / "__init__.py").touch()
     return [project.spec, *pieces]
@@ -154,6 +156,18 @@ def with_entry(path: Path, spec: dict[str, Any], name: str) -> str:
         except ValueError:
             pass
     return json.dumps(spec, indent=1) + "\n"
+
+
+def mutants_base(project: Project) -> str:
+    """The folder that the mutants already there name their files from, relative to the root: "." where none is.
+
+    Of the root and the folders between it and the losses, the one below which most of the named files lie.
+    """
+    texts = [path.read_text("utf-8") for path in (project.root / mutants_folder(project)).glob("*.py")]
+    names = {name for text in texts for name in NAMED_FILE.findall(text)}
+    implementation = Path(project.implementation)
+    folders = [Path("."), *reversed(implementation.parents[:-1]), implementation]
+    return max(folders, key=lambda folder: sum((project.root / folder / name).is_file() for name in names)).as_posix()
 
 
 def mutants_folder(project: Project) -> str:

@@ -7,6 +7,7 @@ import sys
 import threading
 
 from paritygate.bootstrap import Parser, exit_code
+from paritygate.extras import require
 from paritygate.server.running import DTYPES, start
 
 THREADS = (
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; raises what `start` raises."""
+    require("server")
     signals = (signal.SIGINT, signal.SIGTERM)
     stopped = threading.Event()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from paritygate.bootstrap import Parser, exit_code
 from paritygate.errors import BadInputError
+from paritygate.extras import require
 from paritygate.service import obligations as spec
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     if args.plan:
         return 0
+    require("service", "tinker")  # what a checkout needs beside NumPy; the wheel's extra brings more
     settings = _settings(args)
     if not args.base_url:
         raise BadInputError("Name the service: --base-url, or TINKER_BASE_URL.")

@@ -1,0 +1,40 @@
+"""`python -m paritygate.harness new`: where the pieces of a loss go in this repository, and what its mutant names."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paritygate.harness.pieces import mutants_base, write_pieces
+from paritygate.spec.project import project_at
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def like_this_one(tmp_path: Path) -> Path:
+    """Its configuration, spec, one loss and the mutants of that."""
+    for name in ("pyproject.toml", "spec/losses.json", "impl/paritygate/losses/grpo.py", "tests/mutants/grpo.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_mutants_are_named_from_where_those_that_are_there_are(like_this_one: Path) -> None:
+    project = project_at(like_this_one)
+    assert mutants_base(project_at(ROOT)) == mutants_base(project) == "impl/paritygate"
+    paths = write_pieces(project, "entropy_kl")
+    assert "impl/paritygate/losses/entropy_kl.py" in paths
+    assert all((like_this_one / path).is_file() for path in paths)
+    text = (like_this_one / "tests/mutants/entropy_kl.py").read_text()
+    assert '"losses/entropy_kl.py"' in text
+    assert "entropy_kl" in json.loads((like_this_one / "spec/losses.json").read_text())["losses"]
+
+
+def test_without_mutants_they_are_named_from_the_root(like_this_one: Path) -> None:
+    shutil.rmtree(like_this_one / "tests")
+    project = project_at(like_this_one)
+    assert mutants_base(project) == "."
+    write_pieces(project, "entropy_kl")
+    assert '"impl/paritygate/losses/entropy_kl.py"' in (like_this_one / "tests/mutants/entropy_kl.py").read_text()
