@@ -24,7 +24,7 @@ def prove(name: str, version: str | None, file: Path, rest: list[str]) -> int:
     """The exit code of the proof of `name` with SDK `version` (None: the service's), written to `file`."""
     service = services.SERVICES[name]
     python = services.sdk(version or service.sdk)
-    with services.serving(name) as (url, model):
+    with services.serving(name, file.parent) as (url, model):
         command = [python, "-m", "paritygate.service", "--base-url", url, *model, "--limit", str(service.limit)]
         command += ["--json", str(file), *rest]
         keys = {"PYTHONPATH": str(ROOT / "impl"), "TINKER_API_KEY": services.KEY, "TINKER_TELEMETRY": "0"}

@@ -1,4 +1,4 @@
-"""Which Tinker SDK speaks to which service: `python sdk_matrix.py`, a table and build/foreign/sdk-matrix.json.
+"""Which Tinker SDK speaks to which service: `python sdk_matrix.py`, a table and build/foreign/matrix/sdk-matrix.json.
 
 Each pair proves a few obligations of every group with `python -m paritygate.service`; SDKs and services have
 environments of their own (see services.py). A pair that cannot speak has to end in one sentence and exit code 5 or 2,
@@ -32,7 +32,7 @@ SECONDS = 1500  # for one pair; skyrl compiles for minutes
 
 def pair(name: str, version: str, url: str, model: list[str], rest: list[str]) -> dict[str, Any]:
     """One row of the table."""
-    file = services.BUILD / f"matrix-{name}-{version}.json"
+    file = services.BUILD / "matrix" / f"{name}-{version}.json"
     file.unlink(missing_ok=True)
     command = [services.sdk(version), "-m", "paritygate.service", "--base-url", url, *model, "--json", str(file)]
     command += ["--quiet", "--limit", str(services.SERVICES[name].limit), *rest]
@@ -68,7 +68,7 @@ def main() -> int:
         for name in options.service or services.SERVICES:
             for version in options.sdk or SDKS:  # a fresh server each: what a pair left behind is not the next one's
                 services.sdk(version)
-                with services.serving(name) as (url, model):
+                with services.serving(name, services.BUILD / "matrix" / name) as (url, model):
                     rows.append(row := pair(name, version, url, model, rest))
                 outcomes = ", ".join(f"{count} {outcome}" for outcome, count in row["outcomes"].items())
                 message = f"  {row['said']}" if row["said"] else ""
@@ -79,7 +79,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("sdk_matrix.py: interrupted; the service is stopped.", file=sys.stderr)
         return 130
-    (services.BUILD / "sdk-matrix.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (services.BUILD / "matrix" / "sdk-matrix.json").write_text(json.dumps(rows, indent=1) + "\n")
     return 0 if all(row["exit"] in (0, 2, 3, 5) and row["said"] != "a traceback" for row in rows) else 1
 
 

@@ -4,6 +4,7 @@ Everything lies under build/foreign. A missing interpreter, a failed installatio
 `Missing`, with one sentence.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -107,6 +108,11 @@ def tiny_model() -> Path:
 
         folder.mkdir(parents=True, exist_ok=True)
         tiny.build(folder)
+        # As before transformers 5, which both read.
+        tokenizer, config = folder / "tokenizer_config.json", folder / "config.json"
+        tokenizer.write_text(tokenizer.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+        values = json.loads(config.read_text())
+        config.write_text(json.dumps({**values, "rope_theta": values["rope_parameters"]["rope_theta"]}))
     return folder
 
 
@@ -127,9 +133,12 @@ def port_of(folder: Path) -> int:
 
 
 @contextmanager
-def serving(name: str) -> Iterator[tuple[str, list[str]]]:
-    """Serve `name`; its address, and the arguments of the proof that name its model. Stopped with all its children."""
-    service, folder, model = SERVICES[name], BUILD / name, tiny_model()
+def serving(name: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Serve `name` with its files in `folder`; its address, and the arguments of the proof that name its model.
+
+    Stopped with all its children.
+    """
+    service, model = SERVICES[name], tiny_model()
     folder.mkdir(parents=True, exist_ok=True)
     port, log = port_of(folder), folder / "service.log"
     if service.script:
