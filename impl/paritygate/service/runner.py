@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any
 
 from paritygate.errors import BackendError, BadInputError
@@ -35,7 +36,10 @@ def _in_one_sentence(lab: Lab) -> Generator[None]:
     try:
         yield
     except NoAnswer as error:
-        raise BackendError(f"{lab.connection.base_url}: {error}; a slow service needs a larger --limit.") from error
+        raise BackendError(
+            f"{lab.connection.base_url}: {error}; a slow service needs a larger --limit, one that speaks another wire "
+            f"than tinker {version('tinker')} another SDK."
+        ) from error
     except Refusal as error:
         raise BackendError(f"{lab.connection.base_url} refuses what every check starts with: {error}.") from error
     except Broken as error:
@@ -127,8 +131,11 @@ def _attempt(lab: Lab, entry: Obligation, check: Check) -> Result:
     try:
         with journal.check():
             measured = check(lab)
-    except Undecided as error:
-        return Result(entry.name, "undecided", because=str(error))
+    except (Undecided, ValueError, IndexError, KeyError, TypeError) as error:
+        because = str(error)
+        if not isinstance(error, Undecided):  # answers of another shape than the check expects
+            because = f"the check fails at the answers ({type(error).__name__}: {error}); please report it"
+        return Result(entry.name, "undecided", because=because)
     except Refusal as error:
         if error.by_sdk:
             return Result(entry.name, "undecided", because=f"the SDK itself fails: {error}")

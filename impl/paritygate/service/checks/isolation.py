@@ -125,7 +125,7 @@ def packed_samples(lab: Lab) -> Measured:
             trainer.step(**lab.adam)
             right.append([forward_logprobs(trainer, prompt) for prompt in prompts])
             samplers.append(lab.sampler_of(session, trainer))
-        alone = [[sampler.logprobs(prompt)[1:] for prompt in prompts] for sampler in samplers]
+        alone = [[sampler.logprobs(prompt)[1 - len(prompt) :] for prompt in prompts] for sampler in samplers]
         options, params = {"include_prompt_logprobs": True}, {"max_tokens": 1, "temperature": 1.0, "seed": 1}
         calls = [[s.start(prompt, 1, options, params) for prompt in prompts] for s in samplers]
         answers = [[read_sampled(lab.connection.call("sample", call)) for call in row] for row in calls]
@@ -134,7 +134,7 @@ def packed_samples(lab: Lab) -> Measured:
         scores = [answer.prompt_logprobs for answer in row]
         if any(score is None for score in scores):
             return Measured(np.inf, "a sample has no prompt logprobs")
-        together.append([score[1:] for score in scores if score is not None])
+        together.append([score[1 - len(prompts[0]) :] for score in scores if score is not None])
     worst, contrast = {"one after another": 0.0, "at once": 0.0}, np.inf
     for want, other, first, second in zip(right, right[::-1], alone, together, strict=True):
         for name, scores in zip(worst, (first, second), strict=True):

@@ -100,7 +100,7 @@ def saved_exactly(lab: Lab) -> Measured:
 def _scored(lab: Lab, logprobs: object) -> Array:
     """The probes' first sequence by a sampler, positions 1 and on."""
     datum = lab.probes()[0]
-    return logprobs((*datum.tokens, int(datum.targets[-1])))[1:]  # type: ignore[operator]
+    return logprobs((*datum.tokens, int(datum.targets[-1])))[-len(datum.tokens) :]  # type: ignore[operator]
 
 
 def snapshot_frozen(lab: Lab) -> Measured:

@@ -156,7 +156,7 @@ def long(lab: Lab) -> Measured:
     t = trained(lab)
     tokens = lab.tokens(100 if lab.small else 400, 35)
     whole = forward_logprobs(t.trainer, tokens)
-    begun, scored = forward_logprobs(t.trainer, tokens[:24]), t.sampler.logprobs(tokens)[1:]
+    begun, scored = forward_logprobs(t.trainer, tokens[:24]), t.sampler.logprobs(tokens)[1 - len(tokens) :]
     gaps = {
         "of its beginning alone": float(np.abs(whole[: len(begun)] - begun).max()),
         "of the sampler": float(np.abs(whole - scored).max()),
