@@ -24,3 +24,15 @@ from paritygate.service.outcome import Measured, judge
 )
 def test_judge(figure: float, contrast: float | None, noise: float, outcome: str) -> None:
     assert judge(Measured(figure, "", contrast, noise), 0.005).outcome == outcome
+
+
+def test_a_service_without_room_refuses_and_one_that_fails_is_broken() -> None:
+    import httpx
+    import tinker
+
+    from paritygate.service.connection import Broken, Refusal, _classified
+
+    for status, kind in ((429, Refusal), (400, Refusal), (422, Refusal), (500, Broken), (501, Broken), (408, Broken)):
+        answer = httpx.Response(status, request=httpx.Request("POST", "http://127.0.0.1/api/v1/create_model"))
+        error = tinker.APIStatusError(f"status {status}", response=answer, body=None)
+        assert isinstance(_classified("create_model", error), kind), status

@@ -206,7 +206,8 @@ def _classified(what: str, error: Exception) -> Exception:
             code = one.status_code
             if code in (401, 403):
                 return BackendError(f"The service refuses the API key ({_one_line(one)}); correct TINKER_API_KEY.")
-            return Refusal(text) if code < 500 and code not in RETRYABLE_STATUS else Broken(text)
+            final = (code < 500 and code not in RETRYABLE_STATUS) or code == 429  # no room, though the SDK asked again
+            return Refusal(text) if final else Broken(text)
         if isinstance(one, getattr(tinker, "RequestFailedError", ())):
             category = str(getattr(one, "category", getattr(one, "error_category", "")))
             return Refusal(text) if "user" in category.lower() else Broken(text, final=True)

@@ -2,7 +2,8 @@
 
 hatchery-core 0.3.0 falls back to a scripted worker where there is no GPU; here its real worker runs on the CPU, in one
 process with the gateway, in float32, and with a slot for every adapter: beyond its 20 slots a session that comes back
-fails ("Adapter ... not found"), and the SDK cannot unload one (it sends the id in the body, the route wants a query).
+fails ("Adapter ... not found"), and the SDK cannot unload one (it sends the id in the body, the route wants a query),
+so sessions add up.
 A job that the worker raises at is printed and left unanswered, as the package's loop does.
 """
 
@@ -37,7 +38,7 @@ async def main(model: str, port: int) -> None:
     """Serve `model` (a folder) on 127.0.0.1:`port` to the key tml-proof."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), processors=[_line])
     auth = APIKeyAuthProvider()
-    auth.add_key(KEY, user_id="proof", tier="enterprise", max_concurrent_sessions=100, max_rank=256)
+    auth.add_key(KEY, user_id="proof", tier="enterprise", max_concurrent_sessions=1_000_000, max_rank=256)
     config = Config(
         auth=auth,
         metadata=InMemoryMetadataStore(),
