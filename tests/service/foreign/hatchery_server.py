@@ -9,7 +9,9 @@ A job that the worker raises at is printed and left unanswered, as the package's
 
 import asyncio
 import logging
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -78,4 +80,5 @@ async def main(model: str, port: int) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["HATCHERY_WORKER_LOCAL_DIR"] = str(Path(sys.argv[3]) / "worker")
     asyncio.run(main(sys.argv[1], int(sys.argv[2])))
