@@ -1,13 +1,15 @@
 """What a run costs: every token of every kind counted and priced by hand, before the run, in its log, at its end."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paritygate.errors import BadInputError
-from paritygate.experiment.run.journal import read_lines
+from paritygate.experiment.run.account.budget import Account
+from paritygate.experiment.run.journal import Journal, Timings, read_lines
 from paritygate.spec import load
 from tests.experiment.scaled_spec import brief
 from tests.scripted_service import JUDGE, POLICY, USER, ScriptedService
@@ -96,8 +98,6 @@ def check_receipt(run: Path, seen: dict[str, int]) -> None:
 
 def test_a_kill_loses_no_more_than_the_step_under_way(tmp_path: Path) -> None:
     """What was used is written down with the time that was spent, and read back by the next process."""
-    from paritygate.experiment.run.account.budget import Account
-    from paritygate.experiment.run.journal import Timings
     from paritygate.spec.experiment import Budget
 
     first = Account(Timings(tmp_path / "timings.jsonl"), Budget(gpu_hours=1.0, max_wall_minutes=60.0))
@@ -109,6 +109,42 @@ def test_a_kill_loses_no_more_than_the_step_under_way(tmp_path: Path) -> None:
     after_a_kill = Account(Timings(tmp_path / "timings.jsonl"), Budget(gpu_hours=1.0, max_wall_minutes=60.0))
     assert after_a_kill.used() == {"policy/prefill": 1000}
     assert [sorted(line["used"]) for line in read_lines(tmp_path / "timings.jsonl")] == [["policy/prefill"]]
+
+
+@pytest.mark.usefixtures("lean")
+def test_what_is_committed_is_counted_wherever_the_process_ends(
+    run_spec: Any, scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluated item and its tokens reach the disk in this order: tokens, item; then the process is killed."""
+    scripted(ScriptedService())
+    killed: list[str] = []
+    commit, record = Journal.commit, Account.record
+
+    def commit_and_die(journal: Journal, unit: str, what: Any) -> Any:
+        made = commit(journal, unit, what)
+        if unit.startswith("evaluate-"):
+            killed.append(unit)
+            raise SystemExit
+        return made
+
+    def record_alive(account: Account, variant: str = "") -> None:
+        if not killed:
+            record(account, variant)
+
+    monkeypatch.setattr(Journal, "commit", commit_and_die)
+    monkeypatch.setattr(Account, "record", record_alive)
+    with pytest.raises(BaseException):  # noqa: B017 - a group of it, or itself
+        run_spec(brief())
+    assert killed
+    counted: Counter[str] = Counter()
+    for line in read_lines(tmp_path / "run" / "timings.jsonl"):
+        counted.update(line.get("used", {}))
+    episodes = [*(tmp_path / "run" / "trajectories").glob("train-*.jsonl")]
+    episodes += [tmp_path / "run" / "trajectories" / f"{killed[0].replace('/task', '')}.jsonl"]
+    answers = [a["tokens"] for path in episodes for line in read_lines(path) for a in line["judge_answers"]]
+    others = [line for line in read_lines(tmp_path / "run" / "timings.jsonl") if line["phase"] == "evaluate"]
+    assert sum(line.get("used", {}).get("judge/sampled", 0) for line in others) >= answers[-1] > 0
+    assert counted["judge/sampled"] >= sum(answers)
 
 
 @pytest.mark.parametrize(

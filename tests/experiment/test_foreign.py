@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paritygate.backend import policy_gradient_datum
@@ -238,8 +239,8 @@ def _matches(update: dict[str, Any], rollouts: list[dict[str, Any]], arm: str) -
     if not moving <= set(data) <= set(expected):
         return False
     return all(
-        inputs["logprobs"] == pytest.approx(expected[tokens][0], abs=1e-6)
-        and inputs["advantages"] == pytest.approx(expected[tokens][1], abs=1e-6)
+        np.allclose(inputs["logprobs"], expected[tokens][0], rtol=0, atol=1e-6)
+        and np.allclose(inputs["advantages"], expected[tokens][1], rtol=0, atol=1e-6)
         for tokens, inputs in data.items()
     )
 

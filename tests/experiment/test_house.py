@@ -1,6 +1,7 @@
 """The experiment's own shape: every row of the protocol is a file of its name, no circle, no crowded folder."""
 
 import inspect
+import re
 from pathlib import Path
 
 import grimp
@@ -42,3 +43,11 @@ def test_there_is_no_import_circle_inside_functions_or_out() -> None:
     while leaves := {name for name, imported in below.items() if not imported}:
         below = {name: imported - leaves for name, imported in below.items() if name not in leaves}
     assert below == {}
+
+
+def test_each_point_of_the_audit_has_the_tests_that_are_named() -> None:
+    page = (ROOT / "design/076-noise-budget-first-contact.md").read_text()
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    names = re.findall(r"`(test_\w+)`", page)
+    assert len(names) > 40
+    assert [name for name in names if f"def {name}(" not in tests] == []

@@ -172,6 +172,13 @@ def test_fused_on_the_device(dtype: torch.dtype, device: str) -> None:
     assert torch.isfinite(leaves[1].grad).all()
 
 
+def test_what_is_asked_of_a_device_holds_on_the_cpu() -> None:
+    """One case of each test above that needs a device but no call of CUDA's: what it checks can be met."""
+    test_rows_on_the_device(127, 2.0, torch.float32, "cpu")
+    test_divergences_on_the_device(100, True, "jsd", torch.float32, "cpu")
+    test_fused_on_the_device(torch.float32, "cpu")
+
+
 def test_a_plain_call_imports_no_compiler_of_torch() -> None:
     """torch._dynamo takes seconds to import; nothing but torch.compile needs it."""
     program = """

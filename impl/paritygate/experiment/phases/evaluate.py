@@ -122,8 +122,10 @@ async def evaluate_item(
             if attempt >= TRIES:
                 what = f"{arm.name}, task {task}, rollout {rollout}: judged at try {attempt + 1}, after a resume"
                 state.deviation(PHASE, "missing_item_tried_again", what)
+            state.account.record()  # what is committed is counted, wherever the process ends
             return state.journal.commit(unit, {"item": item, "trajectories": path})["item"]
         path = write_trajectories(state.directory, f"{name}-try-{attempt:04d}", [episode])
+        state.account.record()
         state.journal.commit(f"{missed}{attempt:04d}", {"missing": item["missing"], "trajectories": path})
     return item
 

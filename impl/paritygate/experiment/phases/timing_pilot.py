@@ -31,7 +31,9 @@ async def timing_pilot(state: State) -> Decided:
     if not run.done:
         collector = await Collector.of(state, state.settings())
         state.progress.update(f"one step of {arm.name}")
-        await run.commit(await training_step(run, collector.train_tasks()[:timed], collector))
+        record = await training_step(run, collector.train_tasks()[:timed], collector)
+        state.account.record()
+        await run.commit(record)
     parts = seconds_by_part(state, state.exp.protocol.rollout.tasks_per_step / timed)
     at_once = state.side_by_side() if embedded else len(state.exp.arms)
     feasibility = project(state, arm, parts, embedded=embedded, arms_at_once=at_once)
