@@ -4,26 +4,32 @@ from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paritygate.service.outcome import Undecided
 
 EXPECTED = 8.0  # a token has a bin of its own where so many draws are expected
 CHI_P = 5.2  # standard normal deviate of p = 1e-7
+LIMIT = 6.0  # deviations of a mean or a share, on either side: more, since neither is quite normal
+
+Array = NDArray[np.float64]
 
 
 def chi_square(
-    counts: Mapping[int, int],
+    counts: Mapping[int, float],
     logprobs: Mapping[int, float],
     temperature: float,
     *,
     rest: Literal["all", "seen", "none"],
 ) -> float:
-    """Chi-square of drawn tokens over its critical value at p = 1e-7, the larger of two ways to bin them.
+    """Chi-square of drawn tokens over its critical value at p = 1e-7, the largest of some statistics.
 
     A bin for each token that is expected often enough sees a single wrong token; some 16 bins of tokens in the order
     of their probability see a wrong temperature in fewer draws. Rarer tokens were chosen by being drawn, so they are
     one bin together: with "all" others, where the probability of the frequent ones is known (temperature 1); with what
-    was "seen" alone, which is a little less than all; or with "none".
+    was "seen" alone, which is a little less than all; or with "none". The mean logprob of the frequent tokens sees a
+    wrong temperature in fewer draws still. With "none", below temperature 1, so does the share of the others: tempering
+    favours none of them more than the rarest of the frequent ones.
     """
     total = sum(counts.values())
     order = sorted(counts, key=lambda token: -logprobs[token])
@@ -35,10 +41,40 @@ def chi_square(
     others = [] if rest == "none" else [(total - float(expected.sum()), total - float(seen.sum()))]
     pairs = list(zip(expected.tolist(), seen.tolist(), strict=True))
     statistics = [_statistic(pairs, others, least) for least in (EXPECTED, total / 16)]
+    if len(seen) > 2:
+        values = np.array([logprobs[token] for token in order])
+        statistics.append(_mean_statistic(values[often], seen, temperature))
+        if rest == "none" and temperature < 1:
+            statistics.append(_others_statistic(values, often, total, float(seen.sum()), temperature))
     decided = [statistic for statistic in statistics if statistic is not None]
     if not decided:
         raise Undecided(f"of {total} draws too few tokens are expected {EXPECTED:g} times")
     return max(decided)
+
+
+def _mean_statistic(logprobs: Array, seen: Array, temperature: float) -> float | None:
+    """How far the mean logprob of `seen` draws is from that of the tempered distribution, in LIMIT deviations."""
+    p = np.exp((logprobs - logprobs.max()) / temperature)
+    p /= p.sum()
+    mean, draws = float(p @ logprobs), float(seen.sum())
+    deviation = np.sqrt(float(p @ (logprobs - mean) ** 2) / draws)
+    if draws < 100 or deviation < 1e-3:
+        return None
+    return abs(float(seen @ logprobs) / draws - mean) / deviation / LIMIT
+
+
+def _others_statistic(
+    logprobs: Array, often: NDArray[np.bool_], total: float, seen: float, temperature: float
+) -> float:
+    """Draws of rare tokens over the most that is plausible, in LIMIT deviations.
+
+    Those that were not drawn have what is left at temperature 1, times exp(logprob (1 / temperature - 1)) at most.
+    """
+    tempered = np.exp(logprobs / temperature)
+    left = max(1 - float(np.exp(logprobs).sum()), 0.0) * float(np.exp(logprobs[often].min() * (1 / temperature - 1)))
+    rare = float(tempered[~often].sum()) + left
+    share = rare / (float(tempered[often].sum()) + rare)
+    return (total - seen) / (total * share + LIMIT * np.sqrt(total * share * (1 - share)) + LIMIT)
 
 
 def _statistic(tokens: list[tuple[float, float]], rest: list[tuple[float, float]], least: float) -> float | None:

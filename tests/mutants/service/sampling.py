@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         "unseeded-requests-repeat",
         "a request without a seed has seed 0: every batch of draws is the one before",
-        "sampling/omitted",
+        "sampling/unseeded",
         WIRE,
         SEED,
         "seed=0 if chosen is None else chosen,",
@@ -97,11 +97,11 @@ MUTANTS = (
     ),
     Mutant(
         "default-temperature",
-        "a request without a temperature has 0.7",
+        "the engine's own temperature, where a request looks as if it had none",
         "sampling/omitted",
         WIRE,
         TEMPERATURE,
-        TEMPERATURE.replace("1.0,", '1.0 if params.data.get("seed") is not None else 0.7,'),
+        TEMPERATURE.replace("=params", '=0.7 if params.data.get("seed") is None else params'),
     ),
     Mutant(
         "top-k-ignored",

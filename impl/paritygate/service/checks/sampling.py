@@ -1,7 +1,7 @@
 """sampling: what is drawn, from which distribution, and the logprobs that come with it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,7 @@ def topk_logprobs(lab: Lab) -> Measured:
     answer = t.sampler.sample(prompt, 1, prompt_logprobs=True, topk=4, max_tokens=1, temperature=1.0, seed=1)
     rows = answer.topk
     if rows is None:
-        raise Undecided("the service returns no topk_prompt_logprobs")
+        return Measured(np.inf, "topk_prompt_logprobs were asked for, and do not come")
     if len(rows) != len(prompt) or rows[0] is not None or any(row is None or len(row) != 4 for row in rows[1:]):
         return Measured(
             np.inf, f"4 likeliest tokens a position, None first: found {[row and len(row) for row in rows]}"
@@ -146,15 +146,12 @@ def temperature_logprobs(lab: Lab) -> Measured:
     tempered = float(np.abs((got - got.mean()) - (model - model.mean()) / 0.5).max())  # up to the common normaliser
     if not tempered < raw:
         return Measured(raw, f"logprobs at temperature 0.5 are the model's, to {raw:.3g} nats", tempered, nats(lab))
-    total, once = float(np.exp(got).sum()), _drawn_once(draws) / len(draws)  # what was not drawn has about that share
+    times = list(Counter(sequence.tokens[0] for sequence in draws).values())
+    total, once = float(np.exp(got).sum()), times.count(1) / len(draws)  # what was not drawn has about that share
     because = f"logprobs at temperature 0.5 are the tempered distribution's, to {tempered:.3g} nats and a constant"
     if not 1 - 2 * once - 0.1 <= total <= 1 + 2 * nats(lab) + 0.001:
         return Measured(abs(np.log(total)), f"{because}: the tokens drawn have {total:.3g} of the probability", None)
     return Measured(tempered, because, raw, 2 * nats(lab))
-
-
-def _drawn_once(draws: Sequence[Any]) -> int:
-    return list(Counter(sequence.tokens[0] for sequence in draws).values()).count(1)
 
 
 # ---------------------------------------------------------------------- distributions
@@ -189,7 +186,9 @@ def _held_to(lab: Lab, right: float, wrong: float, what: str, **params: Any) -> 
     logprobs = dict(zip(tokens, next_logprobs(lab, t, tokens), strict=True))
     ordered = {token: counts[token] for token in tokens}
     figure = chi_square(ordered, logprobs, right, rest="all" if right == 1.0 else "none")
-    contrast = chi_square(ordered, logprobs, wrong, rest="all" if wrong == 1.0 else "seen")
+    p = np.exp(np.array(list(logprobs.values())) / right)
+    due = dict(zip(tokens, (lab.settings.draws * p / p.sum()).tolist(), strict=True))  # what a right sampler draws
+    contrast = chi_square(due, logprobs, wrong, rest="all" if wrong == 1.0 else "seen")
     mass = float(np.exp(list(logprobs.values())).sum())
     because = (
         f"{what}: {lab.settings.draws} draws of {len(tokens)} tokens that hold {mass:.4f} of the probability have a "
@@ -245,38 +244,54 @@ def greedy(lab: Lab) -> Measured:
 
 
 def top_k(lab: Lab) -> Measured:
-    """top_k = 5: no token outside the five likeliest, and all of them."""
-    return _support(lab, "top_k = 5", lambda p: np.arange(len(p)) < 5, top_k=5)
+    """top_k: no token outside the k likeliest, and all of them."""
+
+    def choose(gaps: Array, p: Array) -> tuple[int, dict[str, Any]]:
+        del p
+        last = 2 + int(np.argmax(gaps[2:9]))
+        return last, {"top_k": last + 1}
+
+    return _support(lab, choose, least=lambda gaps, last: gaps[last])
 
 
 def top_p(lab: Lab) -> Measured:
-    """top_p = 0.5: the smallest set of likeliest tokens that reaches one half."""
-    return _support(lab, "top_p = 0.5", lambda p: np.cumsum(p) - p < 0.5, top_p=0.5)
+    """top_p: the smallest set of likeliest tokens that reaches it, the one that does included."""
+
+    def choose(gaps: Array, p: Array) -> tuple[int, dict[str, Any]]:
+        last = 2 + int(np.argmax(np.minimum(gaps[1:8], gaps[2:9])))
+        return last, {"top_p": round(float(p[: last + 1].sum() - p[last] / 2), 6)}  # half-way through its own share
+
+    return _support(lab, choose, least=lambda gaps, last: min(gaps[last - 1], gaps[last]))
 
 
-def _support(lab: Lab, what: str, inside: Any, **params: Any) -> Measured:
+def _support(lab: Lab, choose: Callable[[Array, Array], tuple[int, dict[str, Any]]], least: Any) -> Measured:
+    """Draws cut after the `last` likeliest token, where `least` of the gaps between logprobs tells it from others."""
     t = trained(lab)
     free = Counter(sequence.tokens[0] for sequence in draw(lab, t, 512, temperature=1.0, seed=7))
-    drawn = Counter(sequence.tokens[0] for sequence in draw(lab, t, 256, temperature=1.0, seed=8, **params))
-    tokens = sorted(set(free) | set(drawn))
-    values = next_logprobs(lab, t, tokens)
+    values = next_logprobs(lab, t, sorted(free))
     order = np.argsort(-values, kind="stable")
-    p = np.exp(values[order])
-    allowed = inside(p)
-    edge = int(allowed.sum()) - 1
-    near = np.abs(values[order] - values[order][edge]) < max(0.1, nats(lab))  # ties may go either way
-    names = [tokens[i] for i in order]
-    outside = sum(drawn[k] for k, ok, tie in zip(names, allowed, near, strict=True) if not ok and not tie)
-    share = p / p[allowed].sum() * 256
-    missing = [
-        k
-        for k, ok, tie, e in zip(names, allowed, near, share, strict=True)
-        if ok and not tie and e > 20 and not drawn[k]
-    ]
-    seen = sum(free[k] for k, ok in zip(names, allowed, strict=True) if not ok)
-    if not seen:
-        raise Undecided(f"without {what} no other token is drawn either")
-    because = f"with {what} {outside} of 256 draws lie outside, {len(missing)} likely tokens inside are never drawn"
+    if len(order) < 10:
+        raise Undecided(f"512 draws at temperature 1 are of {len(order)} tokens only")
+    last, params = choose(-np.diff(values[order[:10]]), np.exp(values[order]))
+    gap = least(-np.diff(values[order[:10]]), last)
+    if not gap > max(0.02, 2 * nats(lab)):
+        raise Undecided(f"the likeliest tokens are {gap:.2g} nats apart, too little to tell which is the last")
+    drawn = Counter(sequence.tokens[0] for sequence in draw(lab, t, 256, temperature=1.0, seed=8, **params))
+    inside = [sorted(free)[i] for i in order[: last + 1]]
+    share = np.exp(values[order[: last + 1]])
+    expected = dict(zip(inside, 256 * share / share.sum(), strict=True))
+    others = {k: v for k, v in drawn.items() if k not in expected}
+    further = dict(zip(others, next_logprobs(lab, t, list(others)), strict=True)) if others else {}
+    if any(value > values[order[last]] for value in further.values()):
+        raise Undecided("a token that 512 draws did not show is among the likeliest")
+    missing = [k for k, count in expected.items() if count > 16 and not drawn[k]]
+    outside = sum(others.values())
+    if sum(free[k] for k in free if k not in expected) == 0:
+        raise Undecided(f"without {params} no other token is drawn either")
+    because = (
+        f"with {params} {outside} of 256 draws lie outside of the {last + 1} likeliest tokens, {len(missing)} of these "
+        f"are never drawn; the next one is {gap:.2g} nats off"
+    )
     return Measured(float(outside + len(missing)), because)
 
 
@@ -311,10 +326,25 @@ def seed_distinct(lab: Lab) -> Measured:
     return Measured(float(repeated), f"{repeated} of {len(samples)} samples of one seeded request repeat another")
 
 
+def unseeded(lab: Lab) -> Measured:
+    """Two requests without a seed are draws of their own."""
+    t = trained(lab)
+    one, other = (_sequences(t.sampler.sample(t.prompt, 4, max_tokens=12, temperature=1.0, stop=[])) for _ in range(2))
+    repeated = len(set(one) & set(other))
+    return Measured(
+        float(repeated), f"{repeated} of 4 samples of 12 tokens come again in another request without a seed"
+    )
+
+
 def counts(lab: Lab) -> Measured:
     """num_samples samples of max_tokens tokens, a logprob each, and the reason is length."""
     t = trained(lab)
-    answer = t.sampler.sample(t.prompt, 5, max_tokens=7, temperature=1.0, seed=24, stop=[])
+    try:
+        answer = t.sampler.sample(t.prompt, 5, max_tokens=7, temperature=1.0, seed=24, stop=[])
+    except Refusal as error:
+        if not error.by_sdk:
+            raise
+        return Measured(np.inf, f"the SDK cannot read the answer: {error}")
     wrong = abs(len(answer.sequences) - 5)
     for sequence in answer.sequences:
         logprobs = -1 if sequence.logprobs is None else len(sequence.logprobs)
@@ -412,6 +442,7 @@ CHECKS = {
     "sampling/omitted": omitted,
     "sampling/seed_repeats": seed_repeats,
     "sampling/seed_distinct": seed_distinct,
+    "sampling/unseeded": unseeded,
     "sampling/counts": counts,
     "sampling/stop_token": stop_token,
     "sampling/stop_none": stop_none,

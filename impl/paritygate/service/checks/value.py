@@ -133,8 +133,19 @@ def _value(lab: Lab, loss: str, data: Sequence[Datum], config: Mapping[str, floa
         abs(out.loss - want) / size,
         f"loss:sum is {out.loss:.7g}, the definition gives {want:.7g}",
         min(abs(value - want) / size for value in wrong),
-        10 * lab.noise.logprob * float(np.linalg.norm(weights)) / size,
+        10 * lab.noise.logprob * _sensitivity(loss, data, out.logprobs, config) / size,
     )
+
+
+def _sensitivity(loss: str, data: Sequence[Datum], logprobs: Sequence[Array], config: Mapping[str, float]) -> float:
+    """|d value / d logprobs|, the stopped ratios moving too: what the value's error is in units of the logprobs'."""
+    oracle, step, total = LOSSES[loss], 1e-5, 0.0
+    for datum, p in zip(data, logprobs, strict=True):
+        for place in np.ndindex(p.shape):
+            moved = p.copy()
+            moved[place] += step
+            total += ((oracle(moved, datum.inputs, config).value - oracle(p, datum.inputs, config).value) / step) ** 2
+    return float(np.sqrt(total))
 
 
 def _wrong(loss: str, data: Sequence[Datum], logprobs: Sequence[Array], want: float, tokens: int) -> list[float]:
