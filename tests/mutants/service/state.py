@@ -246,21 +246,15 @@ ISOLATION = (
     ),
     Mutant(
         "adam-of-another-tenant",
-        "a step takes the parameters of the last step of any client (row 76)",
+        "a step takes the parameters of the client that has gradients, too (row 76)",
         "isolation/two_tenants",
         TRAINERS,
         STEP,
-        "global LAST\n"
-        "                LAST, mine = params, LAST if 'LAST' in globals() and self.last != model.id else params\n"
-        "                self.last = model.id\n"
-        '                return {"metrics": {GRADIENT_NORM: adam_step(model.ready(), mine)}}',
-        (
-            (
-                TRAINERS,
-                "        self.models: dict[str, Model] = {}",
-                "        self.models: dict[str, Model] = {}\n        self.last = ''",
-            ),
-        ),
+        "others = [m for m in self.models.values() if m is not model and hasattr(m, 'params')]\n"
+        "                busy = [m for m in others if any(p.grad is not None for _, p in m.ready().parameters())]\n"
+        "                model.params = params\n"
+        "                params_used = busy[0].params if busy else params\n"
+        "                " + STEP.replace("params", "params_used"),
     ),
     Mutant(
         "norm-over-tenants",

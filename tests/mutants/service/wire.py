@@ -109,24 +109,15 @@ MUTANTS = (
     ),
     Mutant(
         "long-sequences-are-cut",
-        "a sequence beyond the context is cut",
+        "a sequence beyond the context, here 256 tokens, is cut",
         "wire/refuses_too_long",
         TRAINING,
         'tokens = check_tokens(_model_input(message, where), shape, f"{where}.model_input")',
-        'tokens = check_tokens(_model_input(message, where)[: shape.context], shape, f"{where}.model_input")',
+        'tokens = check_tokens(_model_input(message, where)[:256], shape, f"{where}.model_input")',
         (
-            (
-                TRAINING,
-                'targets = _tensor(inputs["target_tokens"], f"{where}.target_tokens", integers=True)',
-                'targets = _tensor(inputs["target_tokens"], f"{where}.target_tokens", integers=True)[: shape.context]',
-            ),
-            (
-                TRAINING,
-                'value = _tensor(inputs[name], f"{where}.{name}", integers=integers).astype(np.float32)',
-                'value = _tensor(inputs[name], f"{where}.{name}", integers=integers).astype(np.float32)[: shape[0]]'
-                " if len(shape) == 1 and shape[0] > 4096 else "
-                '_tensor(inputs[name], f"{where}.{name}", integers=integers).astype(np.float32)',
-            ),
+            (APP, "service.engine.network.shape.context", "256"),
+            (TRAINING, 'f"{where}.target_tokens", integers=True)', 'f"{where}.target_tokens", integers=True)[:256]'),
+            (TRAINING, "    if value.shape != shape:\n", "    value = value[:256]\n    if value.shape != shape:\n"),
         ),
     ),
     Mutant(

@@ -134,9 +134,11 @@ def _recorded(*ends: str) -> Generator[list[tuple[str, dict[str, str], bytes]]]:
     original = httpx.AsyncClient.send
 
     async def send(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
+        body = await request.aread()
+        response = await original(client, request, **options)  # only now the request has the key
         if request.method == "POST" and request.url.path.rstrip("/").endswith(ends):
-            sent.append((str(request.url), dict(request.headers), await request.aread()))
-        return await original(client, request, **options)
+            sent.append((str(request.url), dict(request.headers), body))
+        return response
 
     httpx.AsyncClient.send = send  # type: ignore[method-assign]
     try:
@@ -148,13 +150,17 @@ def _recorded(*ends: str) -> Generator[list[tuple[str, dict[str, str], bytes]]]:
 def _send_again(lab: Lab, requests: list[tuple[str, dict[str, str], bytes]]) -> None:
     import httpx
 
-    def send() -> None:
+    def send() -> list[int]:
+        statuses: list[int] = []
         with httpx.Client(trust_env=False, timeout=lab.connection.limit) as client:
             for url, headers, body in requests:
                 kept = {k: v for k, v in headers.items() if k.lower() not in ("host", "content-length")}
-                client.post(url, headers=kept, content=body)
+                statuses.append(client.post(url, headers=kept, content=body).status_code)
+        return statuses
 
-    lab.connection.call("a repeated request", send)
+    statuses = lab.connection.call("a repeated request", send)
+    if {401, 403, 404} & set(statuses):
+        raise Undecided(f"requests that were sent again did not come through: HTTP status {statuses}")
 
 
 # ---------------------------------------------------------------------- refusals
