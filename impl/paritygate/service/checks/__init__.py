@@ -1,8 +1,8 @@
-"""The checks, a module a group: each is a plain function of the lab that returns what it measured."""
+"""The checks, a module a group, two for sampling: each is a plain function of the lab that returns what it measured."""
 
 from collections.abc import Callable
 
-from paritygate.service.checks import gradient, isolation, optimiser, sampling, state, sums, value, wire
+from paritygate.service.checks import draws, gradient, isolation, optimiser, sampling, state, sums, value, wire
 from paritygate.service.lab import Lab
 from paritygate.service.outcome import Measured
 
@@ -14,6 +14,7 @@ CHECKS: dict[str, Check] = {
     **optimiser.CHECKS,
     **state.CHECKS,
     **sampling.CHECKS,
+    **draws.CHECKS,
     **isolation.CHECKS,
     **wire.CHECKS,
 }
