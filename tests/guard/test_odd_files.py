@@ -223,9 +223,9 @@ def test_help_of_every_command(module: str, monkeypatch: pytest.MonkeyPatch, cap
                 done = main(["--help"])
             except SystemExit as left:
                 done = left.code or 0
-        said = capsys.readouterr().err
-        assert (done, len(said.splitlines())) == (code, lines), said
-        assert not lines or "the output cannot be written: No space left on device." in said
+        written = capsys.readouterr().err
+        assert (done, len(written.splitlines())) == (code, lines), written
+        assert not lines or "the output cannot be written: No space left on device." in written
 
 
 def test_the_server_cannot_say_where_it_is() -> None:

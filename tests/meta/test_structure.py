@@ -141,12 +141,13 @@ VAGUE = {
     "own": "", "said": "", "of_kl": "kl_weight", "of_floor": "floor_weight", "Lane": "ArmRun", "LaneRun": "ArmRun",
     "players": "fakes", "cast": "fakes", "keep": "mask", "read": "row_mask", "Batch": "SpodBatch, StepBatch, ...",
 }  # fmt: skip
-VERBS = {"read", "keep"}  # are functions' names, too
+VERBS = {"read", "keep"}  # of functions they are names, of masks they are not
 
 
 def bound_names(tree: ast.AST) -> list[tuple[int, str]]:
-    """Line and name of everything that a module binds; functions that are a verb (`read`, `keep`) aside."""
-    names = []
+    """Line and name of everything that a module binds; verbs that it calls are functions, and left out."""
+    names: list[tuple[int, str]] = []
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.append((node.lineno, node.id))
@@ -156,7 +157,8 @@ def bound_names(tree: ast.AST) -> list[tuple[int, str]]:
             names.append((node.lineno, node.arg))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names += [(node.lineno, node.name)] if node.name.lstrip("_") not in VERBS else []
-    return [(line, name.lstrip("_")) for line, name in names]
+    plain = [(line, name.lstrip("_")) for line, name in names]
+    return [(line, name) for line, name in plain if not (name in VERBS and name in called)]
 
 
 def test_names_are_the_fields() -> None:
