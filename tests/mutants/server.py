@@ -12,6 +12,14 @@ MUTANTS = (
         "return policy_gradient.importance_sampling_loss(*_rows(logprobs, datum), validate=False) / len(logprobs)",
     ),
     Mutant(
+        "export-without-a-prefix",
+        "an exported adapter's tensors lack the prefix that PEFT looks for, so none is loaded (row 60 of design/091)",
+        "tests/server/test_checkpoints_out.py::test_an_exported_adapter_gives_the_servers_logprobs",
+        "server/sessions/peft.py",
+        'tensors[f"base_model.model.{network.module_name(target)}',
+        'tensors[f"{network.module_name(target)}',
+    ),
+    Mutant(
         "lora-scale-by-root-rank",
         "rank-stabilised scale alpha / sqrt(rank), PEFT's use_rslora, where alpha / rank is meant",
         "tests/server/engine/test_lora.py::test_the_update_is_alpha_over_rank_times_b_times_a",
@@ -24,8 +32,8 @@ MUTANTS = (
         "a sampler without a copy of the weights: it moves while training goes on",
         "tests/server/engine/test_lora.py::test_a_samplers_weights_are_a_copy_with_and_without_kernels",
         "server/model/lora.py",
-        "FrozenLinear(parameter.detach().to(dtype, copy=True))",
-        "FrozenLinear(parameter.detach().to(dtype))",
+        "FrozenLinear(parameter.detach().clone())",
+        "FrozenLinear(parameter.detach())",
     ),
     Mutant(
         "sampled-logprobs-of-the-tempered-distribution",

@@ -116,6 +116,22 @@ HARMLESS = (
         '"cispo": policy_gradient.PPO_BOUNDS}',
     ),
     Mutant(
+        "bounds-are-enforced",
+        "eps ends at 1, the learning rate at 10, and dro is not served (row 88 of design/091)",
+        "service",
+        WIRE,
+        'learning_rate=adam.number("learning_rate", 1e-4, low=0, high=huge),',
+        'learning_rate=adam.number("learning_rate", 1e-4, low=1e-30, high=10.0),',
+        (
+            (
+                WIRE,
+                'eps=adam.number("eps", 1e-12, low=0, high=huge),',
+                'eps=adam.number("eps", 1e-12, low=0, high=1.0),',
+            ),
+            ("server/engine/losses.py", 'if name == "stable_reinforce":', 'if name in ("stable_reinforce", "dro"):'),
+        ),
+    ),
+    Mutant(
         "load-in-a-run",
         "load_state in the middle of a run is the restore that it stands for",
         "service",

@@ -110,7 +110,7 @@ STATE = (
         "a sampler without a name shares the weights that train (row 50)",
         "state/snapshot_frozen",
         LORA,
-        "            return FrozenLinear(parameter.detach().to(dtype, copy=True))",
+        "            return FrozenLinear(parameter.detach().clone())",
         "            shared = FrozenLinear(parameter.detach())\n"
         "            object.__setattr__(shared, '_live', parameter)\n"
         "            return shared",
@@ -119,10 +119,9 @@ STATE = (
                 LORA,
                 "        a, b, scale = pair\n        return b(a(rows)) * scale",
                 "        a, b, scale = pair\n"
-                "        a, b = (getattr(x, '_live', None) if hasattr(x, '_live') else x for x in (a, b))\n"
-                "        if isinstance(a, Tensor):\n"
-                "            a, b = (x.detach().to(rows.dtype) for x in (a, b))\n"
-                "            return linear(linear(rows, a), b) * scale\n"
+                "        live = [getattr(x, '_live', None) for x in (a, b)]\n"
+                "        if live[0] is not None:\n"
+                "            return linear(linear(rows, live[0].detach()), live[1].detach()) * scale\n"
                 "        return b(a(rows)) * scale",
             ),
         ),
