@@ -205,7 +205,8 @@ def test_every_advantage_is_the_protocols_and_no_step_is_taken_twice(foreign: Fo
     for arm in ARMS:
         weights = digest(POLICY, 32, 0)
         for rollouts in steps(run, arm):
-            [update] = [u for u in updates if _matches(u, rollouts, arm)][-1:]
+            expected, moving = _expected(rollouts, arm)
+            [update] = [u for u in updates if _matches(u, expected, moving)][-1:]
             sent = [(datum.tokens, sorted(datum.inputs.items())) for datum in update["data"]]
             weights = digest(weights, digest(0, sent, update["loss_fn"]), *update["adam"])
             assert update["adam"] == (4e-05, 0.9, 0.95, 1e-08)
@@ -213,13 +214,16 @@ def test_every_advantage_is_the_protocols_and_no_step_is_taken_twice(foreign: Fo
         assert service.scripted.saved[final] == weights
 
 
-def _matches(update: dict[str, Any], rollouts: list[dict[str, Any]], arm: str) -> bool:
-    """Whether an optimiser step was on exactly these rollouts, with the arm's advantages."""
+Inputs = dict[tuple[int, ...], tuple[list[float], list[float]]]
+
+
+def _expected(rollouts: list[dict[str, Any]], arm: str) -> tuple[Inputs, set[tuple[int, ...]]]:
+    """By tokens, the logprobs and advantages that these rollouts' datums hold; and those that move anything."""
     composites: dict[int, list[float]] = {}
     for rollout in rollouts:
         if rollout["judgement"] is not None:
             composites.setdefault(rollout["task_index"], []).append(rollout["judgement"]["composite"])
-    expected: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
+    expected: Inputs = {}
     moving: set[tuple[int, ...]] = set()  # a datum whose advantages are all 0 adds nothing and is not sent
     for rollout in rollouts:
         if rollout["judgement"] is None:
@@ -235,6 +239,11 @@ def _matches(update: dict[str, Any], rollouts: list[dict[str, Any]], arm: str) -
         expected[tuple(rollout["tokens"])] = (logprobs[1:], row[1:])
         if any(abs(advantage) > 1e-12 for advantage in row):
             moving.add(tuple(rollout["tokens"]))
+    return expected, moving
+
+
+def _matches(update: dict[str, Any], expected: Inputs, moving: set[tuple[int, ...]]) -> bool:
+    """Whether an optimiser step was on exactly the expected datums, those without an effect aside."""
     data = {datum.tokens: datum.inputs for datum in update["data"]}
     if not moving <= set(data) <= set(expected):
         return False
