@@ -72,6 +72,28 @@ static inline Vec exponential(Vec x) {
 #endif
 }
 
+#if defined(__AVX512F__) || defined(__FMA__) || defined(__aarch64__)
+#define FUSED_MULTIPLY_ADD true
+#else
+#define FUSED_MULTIPLY_ADD false
+#endif
+
+// exp(x + rest) for x < 80 and a small `rest`, as exact as float32 is where products are fused into sums; -inf gives 0.
+static inline Vec exponential(Vec x, Vec rest) {
+    const float per_octave = 1.44269504f, beyond = 1.925963033e-8f;  // log2(e) in two parts
+    Vec least = splat(-87.3f), bounded = larger(least, x);
+#if defined(__AVX512F__)
+    Vec n = (Vec)_mm512_roundscale_ps((__m512)(bounded * per_octave), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    Vec fraction = (Vec)_mm512_fmsub_ps((__m512)bounded, (__m512)splat(per_octave), (__m512)n);
+    Vec y = (Vec)_mm512_scalef_ps((__m512)exp2_fraction(fraction + (bounded * beyond + rest * per_octave)), (__m512)n);
+#else
+    const Vec magic = splat(12582912.f + 127.f);
+    Vec shifted = bounded * per_octave + magic, fraction = bounded * per_octave - (shifted - magic);
+    Vec y = exp2_fraction(fraction + (bounded * beyond + rest * per_octave)) * floats(bits(shifted) << 23);
+#endif
+    return x < least ? Vec{} : y;
+}
+
 static inline float highest(Vec x) {
     float best = x[0];
     for (int i = 1; i < WIDTH; i++) best = x[i] > best ? x[i] : best;

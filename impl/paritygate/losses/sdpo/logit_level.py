@@ -58,10 +58,14 @@ def logit_loss(
         if not bool(row_mask.all()) and engine_for(student, teacher, options) is engines.float64:
             student, teacher, places = student[row_mask], teacher[row_mask], places[row_mask]
             weights, row_mask = weights[row_mask], row_mask[row_mask]
-        for name, logits in (("student", student), ("teacher", teacher)):
-            top = torch.where(row_mask, logits.detach().amax(-1), 0.0)
-            rows_are_distributions(top[:, None], f"logit_loss: {name}", places)
+    checked = top_k is not None and not tail  # whose teacher is read at the student's top k alone
+    if places is not None and checked:
+        _refuse_no_distributions(student, teacher, row_mask, places)
     values: Tensor = RowDivergence.apply(student, teacher, row_mask, options)
+    if places is not None and not checked:  # a row that is no distribution comes out as NaN, infinite or 0
+        seen = values.detach()
+        if bool((row_mask & ~(seen.isfinite() & (seen != 0))).any()):
+            _refuse_no_distributions(student, teacher, row_mask, places)
     if places is not None and top_k is not None and not tail:
         for i in values.detach().isnan().nonzero()[:1].flatten().tolist():
             where = place(places[i].tolist())
@@ -69,6 +73,12 @@ def logit_loss(
                 f"logit_loss: {OTHER[top_k_of]} row {where} has no probability among the {top_k_of}'s top_k"
             )
     return torch.where(weights == 0, 0.0, weights * values).sum().to(result_dtype(student_logits))
+
+
+def _refuse_no_distributions(student: Tensor, teacher: Tensor, row_mask: Tensor, places: Tensor) -> None:
+    for name, logits in (("student", student), ("teacher", teacher)):
+        top = torch.where(row_mask, logits.detach().amax(-1), 0.0)
+        rows_are_distributions(top[:, None], f"logit_loss: {name}", places)
 
 
 def logit_loss_grad(

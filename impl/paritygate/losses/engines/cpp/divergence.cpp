@@ -3,8 +3,6 @@
 // small difference of large terms whichever way it is written, and these rows are read at memory's pace all the same.
 #include "wide.hpp"
 
-#include <algorithm>
-
 template <class D>
 struct Divergence : WideRows<D> {
     typedef typename D::Storage T;
@@ -21,24 +19,24 @@ struct Divergence : WideRows<D> {
         bool forward = kind == FORWARD_KL;
         Total of_a, of_b;
         double cross = 0, there = 0;
-        this->each_part(i, [&](int64_t, int64_t count, const double* p, const double* q, double top_p, double top_q) {
-            const double *a = forward ? q : p, *b = forward ? p : q;
-            double top_a = forward ? top_q : top_p, top_b = forward ? top_p : top_q;
-            of_b.raise(top_b);
+        this->each_block(i, [&](const T* p, const T* q, int64_t count, float top_p, float top_q) {
+            const T *a = forward ? q : p, *b = forward ? p : q;
+            float top_a = forward ? top_q : top_p;
+            of_b.raise(forward ? top_p : top_q);
             if (top_a > of_a.maximum) {
                 double before = there;
-                there = b[std::find(a, a + count, top_a) - a];
+                there = load_one<D>(b + first_of(a, count, top_a));
                 if (there == -INFINITY) there = 0;  // and the divergence infinite
                 if (of_a.maximum != -INFINITY) cross += of_a.sum * ((of_a.maximum - top_a) - (before - there));
                 cross *= of_a.raise(top_a);
             }
             double ca = of_a.maximum == -INFINITY ? 0 : of_a.maximum, cb = of_b.maximum == -INFINITY ? 0 : of_b.maximum;
             Wide sum_a{}, sum_b{}, crossed{};
-            for (int64_t j = 0; j < count; j += LANES) {
-                Wide da = wide_at(a + j) - ca, vb = wide_at(b + j), e = exp_wide(da);
+            this->each_vector(a, b, count, [&](Wide va, Wide vb) {
+                Wide da = va - ca, e = exp_wide(da);
                 sum_a += e, sum_b += exp_wide(vb - cb);
                 crossed += e > 0.0 ? e * (da - (vb - there)) : Wide{};
-            }
+            });
             of_a.sum += sum_of(sum_a), of_b.sum += sum_of(sum_b), cross += sum_of(crossed);
         });
         double* k = saved + 6 * i;
@@ -46,20 +44,30 @@ struct Divergence : WideRows<D> {
         if (kind == JSD) return against_mixture(i);
         double kl = cross / of_a.sum - (there - of_b.maximum) - std::log(of_a.sum) + std::log(of_b.sum);
         k[0] = kl < 0 ? 0 : kl;
+        if (!of_a.usable() || !of_b.usable()) k[0] = NAN;
         if (kind == REVERSE_KL) k[1] = cross / of_a.sum, k[4] = there;
+    }
+
+    static int64_t first_of(const T* row, int64_t count, float value) {
+        for (int64_t j = 0; j < count; j += WIDTH) {
+            Int equal = load_upto<D>(row + j, count - j) == value;
+            for (int l = 0; any(equal); l++)
+                if (equal[l]) return j + l;
+        }
+        return 0;
     }
 
     void against_mixture(int64_t i) const {
         Share of_teacher(mixture), of_student(1 - mixture);
         double *k = saved + 6 * i, top_p = k[2], log_p = k[3], top_q = k[4], log_q = k[5], p_part = 0, q_part = 0;
-        this->each_part(i, [&](int64_t, int64_t count, const double* p, const double* q, double, double) {
+        this->each_block(i, [&](const T* p, const T* q, int64_t count, float, float) {
             Wide of_p{}, of_q{};
-            for (int64_t j = 0; j < count; j += LANES) {
-                Wide lp = wide_at(p + j) - top_p - log_p, lq = wide_at(q + j) - top_q - log_q;
+            this->each_vector(p, q, count, [&](Wide vp, Wide vq) {
+                Wide lp = vp - top_p - log_p, lq = vq - top_q - log_q;
                 Wide mp = exp_wide(lp), mq = exp_wide(lq);
                 of_p -= mp > 0.0 ? mp * of_teacher.log_mixed(lq - lp) : Wide{};
                 of_q -= mq > 0.0 ? mq * of_student.log_mixed(lp - lq) : Wide{};
-            }
+            });
             p_part += sum_of(of_p), q_part += sum_of(of_q);
         });
         double value = (1 - mixture) * p_part + mixture * q_part;
@@ -78,19 +86,28 @@ struct Divergence : WideRows<D> {
         // Where the teacher excludes what the student may do, KL(p || q) is +inf and has no gradient.
         double mean = kind == FORWARD_KL ? 0 : k[1];
         double w = std::isfinite(mean) && (kind != REVERSE_KL || std::isfinite(k[0])) ? (kind == JSD ? scale * (1 - mixture) : scale) : NAN;
+        if (kind == REVERSE_KL && FUSED_MULTIPLY_ADD && std::isfinite(w)) return of_reverse(i, w);
         Share of_teacher(kind == JSD ? mixture : 0.5);
-        this->each_part(i, [&](int64_t start, int64_t count, const double* p, const double* q, double, double) {
-            this->write(out + start, count, [&](int64_t j) -> Wide {
-                Wide dp = wide_at(p + j) - top_p, dq = wide_at(q + j) - top_q, lp = dp - log_p, lq = dq - log_q;
-                Wide mass = exp_wide(lp), slope;
-                if (kind == FORWARD_KL)
-                    slope = mass - exp_wide(lq);
-                else if (kind == REVERSE_KL)
-                    slope = mass > 0.0 ? mass * ((dp - dq) - mean) : Wide{};
-                else
-                    slope = mass > 0.0 ? mass * (-of_teacher.log_mixed(lq - lp) - mean) : Wide{};
-                return w * slope;
-            });
+        this->write_wide(i, [=](Wide p, Wide q) -> Wide {
+            Wide dp = p - top_p, dq = q - top_q, lp = dp - log_p, lq = dq - log_q;
+            Wide mass = exp_wide(lp), slope;
+            if (kind == FORWARD_KL)
+                slope = mass - exp_wide(lq);
+            else if (kind == REVERSE_KL)
+                slope = mass > 0.0 ? mass * ((dp - dq) - mean) : Wide{};
+            else
+                slope = mass > 0.0 ? mass * (-of_teacher.log_mixed(lq - lp) - mean) : Wide{};
+            return w * slope;
+        });
+    }
+
+    // What rounds in p - q and in what it is counted from is found and taken up again: in float32 the slope, too, keeps
+    // its digits where student and teacher nearly agree. Where the student is largest it is the mean alone, to the bit.
+    void of_reverse(int64_t i, double w) const {
+        const double *k = saved + 6 * i, from = k[2] - k[4];
+        const float there = (float)from, below = (float)(from - there), mean = (float)k[1];
+        this->write_products(i, w, k[2] + k[3], [=](Vec p, Vec q) {
+            return (((p - q) - there) + (lost_in_difference<D>(p, q) - below)) - mean;
         });
     }
 

@@ -73,6 +73,16 @@ static inline void ask_ahead(const T* x) {
     for (int64_t j = 0; j < GROUP * WIDTH; j += 64 / (int64_t)sizeof(T)) __builtin_prefetch(x + j + BLOCK);
 }
 
+// The same of two vectors: in the next block, and in the one before, which a row that is written backwards reads next.
+template <class T>
+static inline void ask_after(const T* x) {
+    for (int64_t j = 0; j < 2 * WIDTH; j += 64 / (int64_t)sizeof(T)) __builtin_prefetch(x + j + BLOCK);
+}
+template <class T>
+static inline void ask_before(const T* x) {
+    for (int64_t j = 0; j < 2 * WIDTH; j += 64 / (int64_t)sizeof(T)) __builtin_prefetch(x + j - BLOCK);
+}
+
 template <class D>
 static inline float block_maximum(const typename D::Storage* x, int64_t count) {
     Vec a = splat(-INF), b = a;
@@ -257,6 +267,7 @@ static void write_row_as(const typename D::Storage* p, const typename D::Storage
     for (int64_t end = whole; end > 0;) {
         int64_t start = (end - 1) / BLOCK * BLOCK;
         for (int64_t j = start; j < end; j += 2 * WIDTH) {
+            ask_before(p + j), ask_before(q + j);
             Two x = load_two<D>(p + j), y = load_two<D>(q + j);
             write_two<D, STREAM>(out + j, {f(x.a, y.a), f(x.b, y.b)});
         }

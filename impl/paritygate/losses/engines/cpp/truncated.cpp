@@ -3,6 +3,7 @@
 #include "wide.hpp"
 
 #include <algorithm>
+#include <functional>
 
 static const double smallest = -std::expm1(-1e-7);  // the tail is never less, see TAIL_CAP of buckets.py
 
@@ -13,55 +14,71 @@ struct Entry {
 
 static bool before(const Entry& a, const Entry& b) { return a.value > b.value || (a.value == b.value && a.at < b.at); }
 
-static inline bool any(Int x) {
-    int64_t words[sizeof x / 8], all = 0;
-    std::memcpy(words, &x, sizeof x);
-    for (int64_t word : words) all |= word;
-    return all != 0;
+static inline bool any_nan(Vec a, Vec b) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q) != 0;
+#else
+    return any((a != a) | (b != b));
+#endif
 }
 
-// The k first of a row in the order of `before`; `usable` is false where the row holds NaN.
+// The k first of a row in the order of `before`, by index; `usable` is false where the row holds NaN.
 template <class D>
 struct Largest {
     typedef typename D::Storage T;
+    static constexpr int64_t LOOK = 16 * WIDTH;
     std::vector<Entry> found;
-    int64_t k;
-    float least = -INF;  // the k-th largest so far: what comes later and equals it comes too late
     bool usable = true;
 
-    void prune() {
+    // Of the maxima of stretches of the row the k-th largest is no larger than the row's k-th largest entry.
+    Largest(const T* row, int64_t V, int64_t k) {
+        std::vector<float> tops;
+        for (int64_t start = 0; start < V; start += LOOK) {
+            Vec top = splat(-INF);
+            bool nan = false;
+            int64_t stop = start + LOOK < V ? start + LOOK : V, j = start;
+            for (; j + 2 * WIDTH <= stop; j += 2 * WIDTH) {
+                Two v = load_two<D>(row + j);
+                ask_after(row + j);
+                nan |= any_nan(v.a, v.b), top = larger(larger(v.a, v.b), top);
+            }
+            for (; j < stop; j += WIDTH) {
+                Vec v = load_upto<D>(row + j, stop - j);
+                nan |= any_nan(v, v), top = larger(v, top);
+            }
+            if (nan) {
+                usable = false;
+                return;
+            }
+            tops.push_back(highest(top));
+        }
+        float least = -INF;
+        if (k <= (int64_t)tops.size()) {
+            std::vector<float> order = tops;
+            std::nth_element(order.begin(), order.begin() + (k - 1), order.end(), std::greater<float>());
+            least = order[k - 1];
+        }
+        for (size_t i = 0; i < tops.size(); i++)
+            if (tops[i] >= least) take(row, i * LOOK, V, k, least);
+        keep(k);
+        std::sort(found.begin(), found.end(), [](const Entry& a, const Entry& b) { return a.at < b.at; });
+    }
+
+    void keep(int64_t k) {
         std::nth_element(found.begin(), found.begin() + (k - 1), found.end(), before);
         found.resize(k);
-        least = found[k - 1].value;
     }
-    void take(Vec v, int64_t at, int64_t count) {
-        float lanes[WIDTH];
-        std::memcpy(lanes, &v, sizeof v);
-        for (int64_t i = 0; i < count; i++) {
-            usable &= lanes[i] == lanes[i];
-            if ((int64_t)found.size() < k || lanes[i] > least) found.push_back({lanes[i], (int32_t)(at + i)});
+
+    // What is not less than `least` of a stretch; where that becomes much, as of ties, the k first so far are kept.
+    void take(const T* row, int64_t start, int64_t V, int64_t k, float least) {
+        for (int64_t j = start; j < start + LOOK && j < V; j += WIDTH) {
+            int64_t count = V - j < WIDTH ? V - j : WIDTH;
+            Vec v = load_upto<D>(row + j, count);
+            if (!any(v >= least)) continue;
+            for (int64_t l = 0; l < count; l++)
+                if (v[l] >= least) found.push_back({v[l], (int32_t)(j + l)});
         }
-    }
-    Largest(const T* row, int64_t V, int64_t k) : k(k) {
-        const int64_t LOOK = 8 * WIDTH;
-        found.reserve(2 * k + 2 * LOOK);
-        for (int64_t start = 0; start < V && usable; start += LOOK) {
-            int64_t stop = start + LOOK < V ? start + LOOK : V;
-            bool full = (int64_t)found.size() >= k;
-            if (full && stop - start == LOOK) {
-                Int hit{};
-                for (int64_t j = start; j < stop; j += WIDTH) hit |= !(load<D>(row + j) <= least);  // NaN too
-                if (!any(hit)) continue;
-            }
-            for (int64_t j = start; j < stop; j += WIDTH) {
-                Vec v = load_upto<D>(row + j, stop - j);
-                if (!full || any(!(v <= least))) take(v, j, stop - j < WIDTH ? stop - j : WIDTH);
-            }
-            if (usable && (int64_t)found.size() >= (full ? 2 * k + LOOK : k)) prune();
-        }
-        if (!usable) return;
-        prune();
-        std::sort(found.begin(), found.end(), [](const Entry& a, const Entry& b) { return a.at < b.at; });
+        if ((int64_t)found.size() > 4 * k + 4 * LOOK) keep(k);
     }
 };
 
@@ -124,16 +141,25 @@ struct Truncated : WideRows<D> {
     void sum_rest(int64_t i, const int32_t* at, double top_p, double& rest_p, double& top_q, double& rest_q) const {
         Total of_q;
         of_q.raise(top_q);
-        int64_t next = 0;
-        this->each_part(i, [&](int64_t start, int64_t count, double* p, double* q, double, double highest_q) {
-            for (; next < k && at[next] < start + count; next++) p[at[next] - start] = q[at[next] - start] = -INFINITY;
-            of_q.raise(highest_q);
+        const int32_t *next = at, *end = at + k;
+        const T *p = this->student(i), *q = this->teacher(i);
+        for (int64_t start = 0; start < x.vocabulary; start += BLOCK) {
+            int64_t stop = start + BLOCK < x.vocabulary ? start + BLOCK : x.vocabulary;
+            of_q.raise(block_maximum<D>(q + start, stop - start));
             double centre = of_q.maximum == -INFINITY ? 0 : of_q.maximum;
             Wide sum_p{}, sum_q{};
-            for (int64_t j = 0; j < count; j += LANES)
-                sum_p += exp_wide(wide_at(p + j) - top_p), sum_q += exp_wide(wide_at(q + j) - centre);
+            for (int64_t j = start; j < stop; j += 2 * WIDTH) {
+                int64_t count = stop - j < 2 * WIDTH ? stop - j : 2 * WIDTH;
+                T others_p[2 * WIDTH], others_q[2 * WIDTH];
+                bool some = next < end && *next < j + count;
+                if (some) std::memcpy(others_p, p + j, count * sizeof(T)), std::memcpy(others_q, q + j, count * sizeof(T));
+                for (; next < end && *next < j + count; next++) others_p[*next - j] = others_q[*next - j] = D::padding();
+                this->each_vector(some ? others_p : p + j, some ? others_q : q + j, count, [&](Wide vp, Wide vq) {
+                    sum_p += exp_wide(vp - top_p), sum_q += exp_wide(vq - centre);
+                });
+            }
             rest_p += sum_of(sum_p), of_q.sum += sum_of(sum_q);
-        });
+        }
         top_q = of_q.maximum, rest_q = of_q.sum;
     }
 
@@ -189,19 +215,13 @@ struct Truncated : WideRows<D> {
 
     void differentiate(int64_t i, double scale) const {
         T* out = this->out(i);
-        const T* student = this->student(i);
         const double *row = saved + 4 * i, top = row[1], log_sum = row[2], outside = scale * row[3];
         if (scale == 0 || (outside == 0 && !tail)) {
             std::memset(out, 0, x.vocabulary * sizeof *out);
+        } else if (FUSED_MULTIPLY_ADD && std::isfinite(outside) && outside != 0) {
+            this->write_products(i, outside, top + log_sum, [](Vec, Vec) { return splat(1); });
         } else {
-            alignas(64) double wide[PART];
-            for (int64_t start = 0; start < x.vocabulary; start += PART) {
-                int64_t count = x.vocabulary - start < PART ? x.vocabulary - start : PART;
-                this->read(student + start, count, wide);
-                this->write(out + start, count, [&](int64_t j) -> Wide {
-                    return outside * exp_wide(wide_at(wide + j) - top - log_sum);
-                });
-            }
+            this->write_wide(i, [=](Wide p, Wide) -> Wide { return outside * exp_wide(p - top - log_sum); });
         }
         for (int64_t b = 0; scale != 0 && b < k; b++) store_one<D>(out + kept[i * k + b], scale * slopes[i * k + b]);
     }
