@@ -7,10 +7,11 @@ a tail. Results are compared before anything is timed.
 
 import argparse
 import math
+import statistics
 from typing import Any
 
 import torch
-from measure import Run, agree, extra_bytes, interleaved, machine, peer, peer_file, save, table
+from measure import Run, agree, all_times, extra_bytes, interleaved, machine, peer, peer_file, save, table
 from torch import Tensor
 
 from paritygate.losses import sdpo, spod
@@ -192,13 +193,15 @@ def measure(rows: int, vocabulary: int, dtype: torch.dtype, device: str, repeats
     runs = contestants(data, buffer)
     size = buffer.numel() * buffer.element_size()
     extra = extra_of(runs, data, device)
-    times = interleaved({"copy": lambda: buffer.copy_(data["teacher_logits"]), **runs}, repeats, device)
+    taken = all_times({"copy": lambda: buffer.copy_(data["teacher_logits"]), **runs}, repeats, device)
+    times = {name: statistics.median(seconds) for name, seconds in taken.items()}
     floor = 1.5 * times.pop("copy")
     trl = times.get("TRL generalized_jsd, beta 0", math.nan)
     lines = [
         {
             "": name,
             "ms": 1e3 * seconds,
+            "fastest to slowest ms": f"{1e3 * min(taken[name]):.3g} to {1e3 * max(taken[name]):.3g}",
             "x plain": times["plain autograd"] / seconds,
             "x TRL": trl / seconds,
             "/ floor": seconds / floor,
@@ -237,7 +240,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="N (256; 8192 on a GPU), a multiple of 32")
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--sweep", action="store_true", help="over N and V instead, for benchmarks/plot.py")
     parser.add_argument("--json")
     options = parser.parse_args()

@@ -47,13 +47,18 @@ def timed(run: Run, device: str) -> float:
 
 def interleaved(runs: dict[str, Run], repeats: int, device: str) -> dict[str, float]:
     """Median seconds of each, after one call to warm up, all of them in turn `repeats` times."""
+    return {name: statistics.median(times) for name, times in all_times(runs, repeats, device).items()}
+
+
+def all_times(runs: dict[str, Run], repeats: int, device: str) -> dict[str, list[float]]:
+    """Seconds of every call of each, as `interleaved` has them."""
     for run in runs.values():
         run()
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
             taken[name].append(timed(run, device))
-    return {name: statistics.median(times) for name, times in taken.items()}
+    return taken
 
 
 def extra_bytes(run: Run, device: str) -> int | None:

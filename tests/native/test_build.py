@@ -44,9 +44,19 @@ def test_a_record_names_what_decides() -> None:
     record = native.build_record()
     assert record == native.build_record()
     assert record["kernels"] == "compiled"
-    assert set(record) == {"kernels", "compiler", "version", "flags", "cpu"}
+    assert set(record) == {"kernels", "compiler", "version", "flags", "cpu", "bfloat16"}
     assert record["flags"].endswith(" ".join(libraries.FLAGS))
     assert "sha256:" in record["compiler"]
+
+
+@needs_compiler
+def test_a_record_says_how_bfloat16_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARITYGATE_BFLOAT16", raising=False)
+    assert native.build_record()["bfloat16"] == "widened to float32"
+    monkeypatch.setenv("PARITYGATE_BFLOAT16", "dots")
+    record = native.build_record()
+    here = "AVX512BF16" in record["cpu"].split()
+    assert record["bfloat16"] == ("avx512_bf16 dot products" if here else "widened to float32")
 
 
 @needs_compiler

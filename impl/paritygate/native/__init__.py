@@ -7,9 +7,9 @@ For receipts `build_record` says which compiler, flags and CPU decide the librar
 
 from pathlib import Path
 
-from paritygate.native.libraries import Unavailable, load
+from paritygate.native.libraries import Unavailable, dots_wanted, load
 from paritygate.native.record import build_record
 
 VECTOR_HPP = Path(__file__).with_name("vector.hpp")
 
-__all__ = ["VECTOR_HPP", "Unavailable", "build_record", "load"]
+__all__ = ["VECTOR_HPP", "Unavailable", "build_record", "dots_wanted", "load"]

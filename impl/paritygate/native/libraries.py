@@ -61,6 +61,11 @@ def kernels_off() -> None:
         raise Unavailable("PARITYGATE_KERNELS=off")
 
 
+def dots_wanted() -> bool:
+    """Whether the environment asks for dot products of bfloat16 in the embedded server (PARITYGATE_BFLOAT16=dots)."""
+    return os.environ.get("PARITYGATE_BFLOAT16") == "dots"
+
+
 def compiler_command() -> tuple[str, ...]:
     """The compiler and the flags that make it use this machine's vectors."""
     try:

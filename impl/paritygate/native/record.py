@@ -5,7 +5,14 @@ import re
 import shutil
 from pathlib import Path
 
-from paritygate.native.libraries import FLAGS, Unavailable, compiler_command, kernels_off, predefined_macros
+from paritygate.native.libraries import (
+    FLAGS,
+    Unavailable,
+    compiler_command,
+    dots_wanted,
+    kernels_off,
+    predefined_macros,
+)
 
 INSTRUCTION_SETS = re.compile(rb"^#define __(AVX\w*|SSE\w*|FMA|F16C|ARM_NEON|ARM_FEATURE_\w+)__ 1$", re.MULTILINE)
 
@@ -15,7 +22,8 @@ def build_record() -> dict[str, str]:
 
     `kernels`: "compiled", or "off: REASON", then alone. `compiler`: the name and sha256 of its executable. `version`:
     what it calls itself. `flags`: all that it is given. `cpu`: the instruction sets that it found, and the sha256 of
-    every macro that it defines by itself.
+    every macro that it defines by itself. `bfloat16`: how the embedded server multiplies it, "avx512_bf16 dot products"
+    or "widened to float32".
     """
     try:
         kernels_off()
@@ -33,4 +41,5 @@ def build_record() -> dict[str, str]:
         "version": version[1].decode(errors="replace") if version else "unknown",
         "flags": " ".join((*command[1:], *FLAGS)),
         "cpu": f"{' '.join(sets)} macros sha256:{hashlib.sha256(macros).hexdigest()}",
+        "bfloat16": "avx512_bf16 dot products" if dots_wanted() and "AVX512BF16" in sets else "widened to float32",
     }

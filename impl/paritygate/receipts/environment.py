@@ -16,7 +16,7 @@ from paritygate.errors import BadInputError, Refused
 from paritygate.native import build_record
 from paritygate.spec.losses import device_class, device_index
 
-KERNELS = ("kernels", "compiler", "compiler_version", "compiler_flags", "cpu")
+KERNELS = ("kernels", "compiler", "compiler_version", "compiler_flags", "cpu", "bfloat16")
 DECIDING = ("device", "torch", "cuda", "gpu", "driver", "matmul_precision", *KERNELS)
 """Entries of `environment` that must be equal for a receipt to hold."""
 
@@ -68,7 +68,7 @@ def environment(device: str) -> dict[str, Any]:
 def kernels() -> dict[str, str]:
     """What decides the bytes of the C++ kernels here: compiler, its version and flags, CPU; or `off: why`."""
     record = build_record()
-    names = ("kernels", "compiler", "version", "flags", "cpu")
+    names = ("kernels", "compiler", "version", "flags", "cpu", "bfloat16")
     return {key: record.get(name, "none") for key, name in zip(KERNELS, names, strict=True)}
 
 

@@ -18,7 +18,8 @@ from paritygate.spec.project import project_at
 KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 """What a process needs to find anything."""
 DECIDES = (
-    *("CXX", "PARITYGATE_KERNELS", "TRITON_INTERPRET", "ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("CXX", "PARITYGATE_KERNELS", "PARITYGATE_BFLOAT16", "TRITON_INTERPRET"),
+    *("ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
 )
 """What decides the numbers of the run that asks, and so has to be the same; nothing else of its environment is seen."""

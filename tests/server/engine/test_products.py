@@ -7,6 +7,7 @@ import torch
 
 from paritygate.losses.engines import cpp
 from paritygate.native import libraries
+from paritygate.server.model import products
 from paritygate.server.model.attention import stable_rows
 from paritygate.server.model.products import (
     FrozenLinear,
@@ -37,15 +38,24 @@ def test_few_rows_are_what_moves_bits_of_torch() -> None:
             )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", ["float32", "bfloat16 widened", "bfloat16 dots"])
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-def test_linear_layers_are_right_and_keep_a_rows_bits(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+def test_linear_layers_are_right_and_keep_a_rows_bits(
+    inputs: int, outputs: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against float64; any rows of any number, at one thread and at three; gradients as well."""
+    dtype = torch.float32 if path == "float32" else torch.bfloat16
+    if path == "bfloat16 dots":
+        monkeypatch.setenv("PARITYGATE_BFLOAT16", "dots")
+        if not products.dots(dtype):
+            pytest.skip("no dot products of bfloat16 here: the CPU or the compiler has none")
     generator = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(*s, generator=generator).to(dtype) for s in ((outputs, inputs), (outputs,)))
     rows = torch.randn(2, 120, inputs, generator=generator).to(dtype)
     layer = FrozenLinear(weight, bias)
     assert torch.equal(layer.weight, weight)
+    if available():
+        assert products.Panels(weight).paired == (path == "bfloat16 dots")
     whole, want = layer(rows), rows.double() @ weight.double().T + bias.double()
     close = 1e-6 if dtype == torch.float32 else 2**-7
     assert float((whole.double() - want).abs().max()) <= close * float(want.abs().max())
@@ -65,6 +75,19 @@ def test_linear_layers_are_right_and_keep_a_rows_bits(inputs: int, outputs: int,
     want_weight = into.double().flatten(0, 1).T @ rows.double().flatten(0, 1)
     for got, right in ((into_rows, want_rows), (into_weight, want_weight)):
         assert float((got.double() - right).abs().max()) <= close * float(right.abs().max())
+
+
+def test_dot_products_take_bfloat16_and_give_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are rounded going in, sums are not coming out; AVX512_BF16 knows no denormals, in or out."""
+    monkeypatch.setenv("PARITYGATE_BFLOAT16", "dots")
+    if not products.dots(torch.bfloat16):
+        pytest.skip("no dot products of bfloat16 here: the CPU or the compiler has none")
+    rows, weight = torch.tensor([[1.0, 1.0 + 2.0**-9, 1.0]]), torch.tensor([[256.0, 1.0, 0.5]], dtype=torch.bfloat16)
+    assert float(FrozenLinear(weight)(rows)) == 257.5
+    denormal = torch.full((1, 3), 2.0**-130, dtype=torch.bfloat16)
+    assert float(denormal[0, 0]) > 0
+    assert float(FrozenLinear(denormal)(rows * 2.0**100)) == 0
+    assert float(FrozenLinear(weight * 2.0**-120)(rows * 2.0**-20)) == 0
 
 
 def test_a_compiler_that_is_there_builds_the_kernels() -> None:

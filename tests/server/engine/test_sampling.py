@@ -19,7 +19,7 @@ from paritygate.server.model import sources
 from paritygate.server.model.attention import PlainAttention
 from paritygate.server.model.lora import BASE, Snapshot
 from paritygate.server.model.network import Network
-from paritygate.server.model.products import available
+from paritygate.server.model.products import available, dots
 from tests.counts import soak
 from tests.server.engine.plain import leaves_of, merged_logprobs, moved_adapter, plain_model, random_datum
 
@@ -109,10 +109,51 @@ def test_the_same_seed_gives_the_same_bits_in_any_company(network: Any, engine: 
     assert run(order, together=True) == alone
 
 
+def use_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for dot products of bfloat16; skip where there are none."""
+    monkeypatch.setenv("PARITYGATE_BFLOAT16", "dots")
+    if not dots(torch.bfloat16):
+        pytest.skip("no dot products of bfloat16 here: the CPU or the compiler has none")
+
+
+def test_dot_products_keep_a_rows_bits_and_are_no_worse_than_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, together, decoded or scored; as far from float64 as plain transformers in bfloat16 at the most."""
+    use_dots(monkeypatch)
+    network = Network(sources.resolve("tiny").folder, torch.bfloat16)
+    engine = Engine(network, Limits(prefill_tokens=48, rows=9), None, 1)
+    engine.start()
+    prompts = [[(7 * i + 3 * j) % 480 for j in range(3 + 29 * i)] for i in range(5)]
+    together = sample(engine, [job(p, BASE, i, tokens=9) for i, p in enumerate(prompts)])
+    exact, rounded = plain_model(network), plain_model(network, torch.bfloat16)
+    errors: list[torch.Tensor] = []
+    for i, prompt in enumerate(prompts):
+        drawn = together[i].samples[0]
+        engine.prefix.clear()
+        assert sample(engine, [job(prompt, BASE, i, tokens=9)])[0].samples[0] == drawn
+        engine.prefix.clear()
+        (scored,) = sample(engine, [job(prompt + drawn.tokens, BASE, 0, tokens=1)])
+        assert scored.scores is not None
+        assert scored.scores.prompt_logprobs[len(prompt) :] == drawn.logprobs
+        tokens = torch.tensor([prompt + drawn.tokens])
+        with torch.no_grad():
+            want, theirs = (
+                torch.log_softmax(model(tokens).logits[0, :-1].double(), -1).gather(1, tokens[0, 1:, None])[:, 0]
+                for model in (exact, rounded)
+            )
+        ours = torch.tensor(scored.scores.prompt_logprobs[1:], dtype=torch.float64)
+        errors.append(torch.stack([ours - want, theirs - want]))
+    engine.stop()
+    ours_worst, theirs_worst = torch.cat(errors, 1).abs().amax(1).tolist()
+    assert 1e-6 < ours_worst <= theirs_worst  # over 0, or nothing was rounded
+
+
 @pytest.mark.skipif(not available(), reason="no compiler here: the bits are promised at one thread")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_move_no_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("products", ["float32", "bfloat16", "dots"])
+def test_threads_move_no_bit(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples, their logprobs, scores, and what training makes of an adapter are those of one thread."""
+    if products == "dots":
+        use_dots(monkeypatch)
+    dtype = torch.float32 if products == "float32" else torch.bfloat16
     network = Network(sources.resolve("tiny").folder, dtype)
 
     def everything(threads: int) -> list[Any]:

@@ -164,7 +164,7 @@ def test_weights_in_bfloat16_are_rounded_and_nothing_else_is() -> None:
     folder = sources.resolve("tiny").folder
     narrow, wide = Network(folder, torch.bfloat16), Network(folder)
     for layer in [wide._head, *(m.base for m in wide.body.modules() if isinstance(m, LoraLinear))]:
-        layer._weight = layer._weight.bfloat16().float()
+        layer.__init__(layer.weight.bfloat16().float(), layer.bias)
     for parameter in wide.model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     data = [random_datum(random.Random(n), n, 480) for n in (30, 7)]

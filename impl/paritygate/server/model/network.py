@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from paritygate.errors import BadInputError
 from paritygate.server.model.attention import PlainAttention
 from paritygate.server.model.lora import LoraLinear, Routes, Target, Weights, apply_linear
-from paritygate.server.model.products import FrozenLinear, log_normalizers, min_rows
+from paritygate.server.model.products import FrozenLinear, dots, log_normalizers, min_rows
 from paritygate.server.model.shape import read_shape
 
 
@@ -90,8 +90,8 @@ class Network:
         finally:
             config._attn_implementation = _NAME
         difference = float((packed - plain).norm() / plain.norm())
-        # A wrong mask, scale or position moves this by tenths.
-        if not difference <= 1e-4:
+        # A wrong mask, scale or position moves this by tenths; rounding to bfloat16 by .04 over the layers of SmolLM2.
+        if not difference <= (0.2 if dots(self.dtype) else 1e-4):
             raise BadInputError(
                 f"{self.folder}: packed attention differs from the model's own by {difference:.2g} of the hidden "
                 "states' norm, so this architecture is not supported"

@@ -107,6 +107,66 @@ static void linear_of(const Linear& x) {
     });
 }
 
+// Products of bfloat16 whose weight lies in panels of pairs of inputs, (panels, pairs, PANEL, 2): a lane of a dot product
+// takes two of a chain's terms at a time. The chain is whole, first input to last, however many rows share its weights.
+struct Dots {
+    const uint16_t* rows;    // (count, 2 * pairs)
+    const uint16_t* weight;  // (panels, pairs, PANEL, 2), zeros beyond the last input and the last output
+    float* out;              // (count, outputs)
+    int64_t count, pairs, panels, outputs, threads;
+};
+
+#if defined(__AVX512BF16__)
+static constexpr int64_t MOST = 12;  // rows of a tile
+
+template <int R>
+static void dots_tile(const uint16_t* rows, int64_t pairs, const uint16_t* weight, float* out, int64_t outputs,
+                      __mmask32 inside) {
+    __m512 sums[R][2];
+    UNROLL for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; k++, weight += 2 * PANEL) {
+        const __m512bh low = (__m512bh)_mm512_loadu_si512(weight), high = (__m512bh)_mm512_loadu_si512(weight + PANEL);
+        UNROLL for (int r = 0; r < R; r++) {
+            int32_t pair;
+            std::memcpy(&pair, rows + 2 * (r * pairs + k), sizeof pair);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], both, low);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], both, high);
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++) {
+        _mm512_mask_storeu_ps(out + r * outputs, (__mmask16)inside, sums[r][0]);
+        _mm512_mask_storeu_ps(out + r * outputs + WIDTH, (__mmask16)(inside >> 16), sums[r][1]);
+    }
+}
+
+template <int R>
+static void dots_tiles(int64_t wanted, const uint16_t* rows, int64_t pairs, const uint16_t* weight, float* out,
+                       int64_t outputs, __mmask32 inside) {
+    if (wanted == R) return dots_tile<R>(rows, pairs, weight, out, outputs, inside);
+    if constexpr (R > 1) dots_tiles<R - 1>(wanted, rows, pairs, weight, out, outputs, inside);
+}
+
+static void dots_of(const Dots& x) {
+    const int64_t group = 8, groups = (x.panels + group - 1) / group;
+    share((x.count + ROWS - 1) / ROWS * groups, x.threads, 2 * x.count * x.pairs * x.outputs, [&](int64_t unit) {
+        const int64_t first = unit / groups * ROWS, last = std::min(first + ROWS, x.count);
+        int64_t panel = unit % groups * group;
+        for (const int64_t end = std::min(panel + group, x.panels); panel < end; panel++) {
+            const int64_t columns = std::min(PANEL, x.outputs - panel * PANEL);
+            const __mmask32 inside = columns < 32 ? (1u << columns) - 1 : ~0u;
+            // Tiles of one size, or the last of 16 rows would be 4, too few chains to keep the processor busy.
+            int64_t tiles = (last - first + MOST - 1) / MOST;
+            for (int64_t row = first, size; row < last; row += size, tiles--) {
+                size = (last - row + tiles - 1) / tiles;
+                dots_tiles<MOST>(size, x.rows + 2 * row * x.pairs, x.pairs, x.weight + panel * x.pairs * 2 * PANEL,
+                                 x.out + row * x.outputs + panel * PANEL, x.outputs, inside);
+            }
+        }
+    });
+}
+#endif
+
 struct Span {
     float *keys, *values;  // of layer 0: (kv_heads, room, dim), heads and layers as far apart as said
     int64_t head, layer, row, start, count;
@@ -244,6 +304,40 @@ void normalize(const float* logits, int64_t count, int64_t columns, int64_t thre
             sum += total(terms);
         }
         out[row] = (float)(top[0] + std::log(sum));
+    });
+}
+
+// Whether products of bfloat16 are dot products here.
+int64_t has_dots() {
+#if defined(__AVX512BF16__)
+    return __builtin_cpu_supports("avx512bf16") != 0;
+#else
+    return 0;
+#endif
+}
+
+void dots(const Dots* x) {
+#if defined(__AVX512BF16__)
+    dots_of(*x);
+#endif
+}
+
+// A weight (outputs, inputs) in panels of pairs as one of (inputs, outputs).
+void turn_pairs(const uint16_t* from, int64_t inputs, int64_t outputs, int64_t threads, uint16_t* to) {
+    const int64_t pairs = (inputs + 1) / 2, turned = (outputs + 1) / 2, row = 2 * PANEL;
+    share((inputs + PANEL - 1) / PANEL, threads, inputs * outputs, [&](int64_t panel) {
+        for (int64_t o = 0; o < turned; o++) {
+            const uint16_t* two = from + o * 2 / PANEL * pairs * row + o * 2 % PANEL * 2;  // outputs 2 o and 2 o + 1
+            uint16_t* there = to + (panel * turned + o) * row;
+            for (int64_t k = 0; k < PANEL / 2; k++) {
+                const int64_t pair = panel * (PANEL / 2) + k;
+                uint64_t square = 0;
+                if (pair < pairs) std::memcpy(&square, two + pair * row, sizeof square);
+                // Of four numbers the second and the third change places.
+                square = (square & 0xffff00000000ffff) | (square >> 16 & 0xffff0000) | (square & 0xffff0000) << 16;
+                std::memcpy(there + 4 * k, &square, sizeof square);
+            }
+        }
     });
 }
 

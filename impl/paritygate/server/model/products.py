@@ -62,6 +62,14 @@ def min_rows(dtype: torch.dtype) -> int:
     return 1 if serves(dtype) else 16  # torch takes another path, with other last bits, for fewer
 
 
+def dots(dtype: torch.dtype) -> bool:
+    """Whether linear layers of that dtype are dot products of bfloat16 pairs, by avx512_bf16; else they are widened.
+
+    Asked for by PARITYGATE_BFLOAT16=dots, where the CPU has them: they round what goes into a layer to bfloat16.
+    """
+    return serves(dtype) and dtype == torch.bfloat16 and native.dots_wanted() and bool(library().has_dots())
+
+
 def linear(rows: Tensor, weight: Tensor) -> Tensor:
     """(..., T, in), (out, in) -> (..., T, out), differentiable in both."""
     if not serves(weight.dtype):
@@ -86,13 +94,12 @@ class FrozenLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach()
-        self.packed = serves(weight.dtype)
-        self._weight = _pack(weight.detach()) if self.packed else weight.detach()
+        self._weight = Panels(weight.detach()) if serves(weight.dtype) else weight.detach()
 
     @property
     def weight(self) -> Tensor:
         """(out, in); laid out anew where it is held in panels."""
-        return self._weight.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs] if self.packed else self._weight
+        return self._weight.weight if isinstance(self._weight, Panels) else self._weight
 
     @property
     def nbytes(self) -> int:
@@ -100,54 +107,82 @@ class FrozenLinear:
         return self._weight.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if not self.packed:
+        if not isinstance(self._weight, Panels):
             return _by_torch(rows, self._weight, self.bias)
-        out = _Product.apply(rows, None, self) if rows.requires_grad else self.product(rows)
+        out = _Product.apply(rows, None, self._weight) if rows.requires_grad else self._weight.product(rows)
         return out if self.bias is None else out + self.bias
 
+
+class Panels:
+    """A weight (out, in) as the kernel reads it: columns of outputs side by side, of bfloat16 dots pairs of inputs."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.paired = dots(weight.dtype)
+        columns, step = library().panel(), 2 if self.paired else 1
+        padded = torch.nn.functional.pad(weight, (0, -self.inputs % step, 0, -self.outputs % columns))
+        self.data = padded.unflatten(0, (-1, columns)).unflatten(2, (-1, step)).transpose(1, 2).contiguous()
+
+    @classmethod
+    def turned(cls, panels: "Panels") -> "Panels":
+        """The panels of the transposed weight."""
+        if not panels.paired:
+            return cls(panels.weight.T)
+        turned = cls.__new__(cls)
+        turned.outputs, turned.inputs, turned.paired = panels.inputs, panels.outputs, True
+        columns = library().panel()
+        turned.data = panels.data.new_empty(-(-panels.inputs // columns), -(-panels.outputs // 2), columns, 2)
+        sizes = map(ctypes.c_int64, (panels.inputs, panels.outputs, threads()))
+        library().turn_pairs(ctypes.c_void_p(panels.data.data_ptr()), *sizes, ctypes.c_void_p(turned.data.data_ptr()))
+        return turned
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weight."""
+        return self.data.nbytes
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in), laid out anew."""
+        return self.data.transpose(1, 2).flatten(2).flatten(0, 1)[: self.outputs, : self.inputs]
+
     def product(self, rows: Tensor) -> Tensor:
-        """The kernel's product, bias left out and no graph made."""
-        return _multiply(rows, self._weight, self.outputs)
+        """(..., T, in) -> (..., T, out), without a graph."""
+        shape, dtype = (*rows.shape[:-1], self.outputs), rows.dtype
+        flat = rows.reshape(-1, self.inputs)
+        if self.paired:
+            flat = flat.bfloat16().contiguous()
+            if self.inputs % 2:
+                flat = torch.nn.functional.pad(flat, (0, 1))
+            out = torch.empty(len(flat), self.outputs, device="cpu")
+            sizes = (len(flat), self.data.shape[1], len(self.data), self.outputs, threads())
+            library().dots(ctypes.byref(_Dots(flat.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)))
+        else:
+            flat = flat.float().contiguous()
+            out = torch.empty(len(flat), len(self.data) * self.data.shape[2], device="cpu")
+            sizes = (len(flat), self.inputs, len(self.data), self.data.dtype == torch.bfloat16, threads())
+            library().linear(ctypes.byref(_Linear(flat.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)))
+        return out[:, : self.outputs].to(dtype).reshape(shape)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor | None, frozen: FrozenLinear | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor | None, frozen: Panels | None) -> Tensor:
         ctx.frozen = frozen
         if frozen is not None:
             return frozen.product(rows)
         assert weight is not None
         ctx.save_for_backward(rows, weight)
-        return _multiply(rows, _pack(weight), weight.shape[0])
+        return Panels(weight).product(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         (grad_out,) = grads
         if ctx.frozen is not None:
-            return _multiply(grad_out, _pack(ctx.frozen.weight.T), ctx.frozen.inputs), None, None
+            return Panels.turned(ctx.frozen).product(grad_out), None, None
         rows, weight = ctx.saved_tensors
-        grad_rows = _multiply(grad_out, _pack(weight.T), weight.shape[1]) if ctx.needs_input_grad[0] else None
+        grad_rows = Panels(weight.T).product(grad_out) if ctx.needs_input_grad[0] else None
         return grad_rows, grad_out.flatten(0, -2).T @ rows.flatten(0, -2), None
-
-
-def _pack(weight: Tensor) -> Tensor:
-    """(out, in) -> (panels, in, columns of a panel), the last panel filled up with zeros."""
-    columns = library().panel()
-    outputs, inputs = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % columns))
-    return padded.reshape(-1, columns, inputs).transpose(1, 2).contiguous()
-
-
-def _multiply(rows: Tensor, panels: Tensor, outputs: int) -> Tensor:
-    inputs = panels.shape[1]
-    flat = rows.reshape(-1, inputs).float().contiguous()
-    out = torch.empty(flat.shape[0], panels.shape[0] * panels.shape[2], device="cpu")
-    problem = _Linear(
-        flat.data_ptr(), panels.data_ptr(), out.data_ptr(), flat.shape[0], inputs, panels.shape[0],
-        panels.dtype == torch.bfloat16, threads(),
-    )  # fmt: skip
-    library().linear(ctypes.byref(problem))
-    return out[:, :outputs].to(rows.dtype).reshape(*rows.shape[:-1], outputs)
 
 
 def log_normalizers(logits_MV: Tensor) -> Tensor:
@@ -178,6 +213,15 @@ class _Linear(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "weight", "out")),
         *((name, ctypes.c_int64) for name in ("count", "inputs", "panels", "narrow", "threads")),
+    )
+
+
+class _Dots(ctypes.Structure):
+    """`struct Dots` of products.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "weight", "out")),
+        *((name, ctypes.c_int64) for name in ("count", "pairs", "panels", "outputs", "threads")),
     )
 
 
