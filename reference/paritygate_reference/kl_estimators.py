@@ -5,7 +5,7 @@ the expectation KL(p || q), k2 only nearly. As losses they differ in another way
 tokens held fixed, the expected gradient of k1 is 0, of k2 that of KL(p || q), of k3 that of KL(q || p).
 Source: J. Schulman, Approximating KL divergence (2020), joschu.net/blog/kl-approx.html.
 Obligations: kl_estimators/value, kl_estimators/gradient, kl_estimators/constants, kl_estimators/expected_value,
-kl_estimators/expected_gradient, kl_estimators/k3_is_no_reverse_kl, kl_estimators/oracle.
+kl_estimators/expected_gradient, kl_estimators/k3_is_no_reverse_kl, kl_estimators/near_equal, kl_estimators/oracle.
 """
 
 import math

@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         "k3-without-a-series",
         "exp(d) - 1 - d of nearly equal policies: no digit is left",
-        "kl_estimators/value",
+        "kl_estimators/near_equal",
         FILE,
         "return torch.where(d.abs() < SERIES, series, torch.expm1(d) - d)",
         "return d.exp() - 1 - d",

@@ -55,6 +55,18 @@ def test_value_and_gradient(losses: Any, device: str, dtype: str, name: str) -> 
     value_and_gradient_are_the_reference_s()
 
 
+@pytest.mark.obligation("kl_estimators/near_equal")
+def test_k3_of_nearly_equal_policies_keeps_its_digits(losses: Any, device: str) -> None:
+    for d, sign in itertools.product((1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7), (1.0, -1.0)):
+        p, q = np.array([-1.0]), np.array([-1.0 + sign * d])
+        log_r = mpf(float(q[0])) - mpf(-1)
+        exact = float(mp.exp(log_r) - 1 - log_r)
+        labels = {"dtype": "float64", "regime": "near_equal", "oracle": "mpmath", "where": f"{sign * d:g}"}
+        actual = losses.kl_estimators.k3(tensor(p, "float64", device), tensor(q, "float64", device))
+        compare("kl_estimators/near_equal", actual, [exact], **labels)
+        compare("kl_estimators/near_equal", reference.k3(p, q, np.ones(1)), [exact], **labels)
+
+
 @pytest.mark.obligation("kl_estimators/mean")
 @pytest.mark.parametrize("estimator", reference.ESTIMATORS)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,7 @@ With r = q/p of the sampled token k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - 
 k3 is KL(p || q). The expected gradient is 0 for k1, that of KL(p || q) for k2 and that of KL(q || p) for k3: k3 used as
 a loss is no reverse KL; `surrogate` is. Source: J. Schulman, Approximating KL divergence (2020).
 Obligations: kl_estimators/value, kl_estimators/gradient, kl_estimators/constants, kl_estimators/expected_value,
-kl_estimators/expected_gradient, kl_estimators/k3_is_no_reverse_kl.
+kl_estimators/expected_gradient, kl_estimators/k3_is_no_reverse_kl, kl_estimators/near_equal.
 """
 
 import torch
