@@ -90,9 +90,9 @@ mutants: $(INSTALLED)
 
 # tinker-cookbook 0.6.1 asks for a tml-renderers that does not exist yet, hence --no-deps.
 cookbook: $(INSTALLED)
-	$(PY) -m pip install --quiet -c constraints.txt blobfile chz cloudpickle datasets termcolor
+	$(PY) -m pip install --quiet -c constraints.txt blobfile chz cloudpickle datasets pyrage termcolor
 	$(PY) -m pip install --quiet --no-deps tinker-cookbook==0.6.1 tml-renderers==0.2.1
-	$(PY) -c 'import tinker_cookbook.rl.data_processing, tinker_cookbook.rl.train'
+	$(PY) -c 'import tinker_cookbook.distillation.sdft, tinker_cookbook.rl.data_processing, tinker_cookbook.rl.train'
 
 bench: $(INSTALLED)
 	for name in loss fused server retail rollouts; do $(PY) benchmarks/$$name.py; done

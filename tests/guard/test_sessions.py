@@ -72,12 +72,20 @@ def test_another_implementation_gets_a_table_and_no_receipt(bare: Tree, tmp_path
     assert "adapter against the definitions (cpu)" in done.stdout
     assert rows["toy/sign"] == ["4", "0", "agrees"]
     assert rows["toy/value"][-1] == "departs"
-    assert rows["other/value"] == ["0", "-", "not", "compared"]
+    assert "other/value" not in rows, "what it does not have is not listed"
     assert "adapter has no other" in done.stdout
     assert bare.receipts() == []
     assert done.returncode == 1
     done = bare.python("-m", "pytest", "tests/parity", "--implementation", "paritygate.losses")
     assert done.stdout.count("agrees") == 4
+    (adapter / "toy.py").write_text(
+        "from paritygate.harness import Unsupported\n\ndef value(numbers):\n    raise Unsupported('no squares')\n"
+    )
+    done = bare.python("-m", "pytest", "tests/parity", "--implementation", "adapter", PYTHONPATH=str(adapter.parent))
+    assert "unsupported: no squares" in done.stdout
+    assert not [line for line in done.stdout.splitlines() if line.startswith(("toy/", "other/"))]
+    assert (done.returncode, bare.receipts()) == (0, [])
+    done = bare.python("-m", "pytest", "tests/parity", "--implementation", "paritygate.losses")
     assert (done.returncode, bare.receipts()) == (0, [])
 
 

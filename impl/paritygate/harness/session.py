@@ -187,17 +187,18 @@ class Session:
         )
 
     def table(self) -> list[str]:
-        """One line for each obligation: how far the implementation under test departs from the definition."""
-        results, width = self.book.results(), max(map(len, self.seen))
+        """A line for each obligation that was compared or failed: how far the implementation under test departs."""
+        results = self.book.results()
+        shown = sorted(self.seen & (results.keys() | self.failed))
+        width = max(map(len, shown), default=10)
         lines = [
             f"{self.module} against the definitions ({self.book.device}); a margin over 1 is outside the tolerance"
         ]
         lines.append(f"{'obligation':<{width}}  {'compared':>8}  {'worst margin':>12}")
-        for name in sorted(self.seen):
+        for name in shown:
             result = results.get(name, {"comparisons": 0, "worst_margin": 0.0})
             margin = f"{result['worst_margin']:.3g}" if result["comparisons"] else "-"
-            verdict = "agrees" if result["comparisons"] else "not compared"
-            verdict = "departs" if result["worst_margin"] > 1 else "fails" if name in self.failed else verdict
+            verdict = "departs" if result["worst_margin"] > 1 else "fails" if name in self.failed else "agrees"
             lines.append(f"{name:<{width}}  {result['comparisons']:>8}  {margin:>12}  {verdict}")
         return lines
 
