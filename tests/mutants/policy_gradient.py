@@ -310,6 +310,14 @@ MUTANTS = (
         'weight = as_float(advantages, "advantages").detach().double()',
         'weight = as_float(advantages, "advantages").double()',
     ),
+    Mutant(
+        "log-ratio-clamped-at-20",
+        "the log-ratio clamped to +-20 (verl's core_algos)",
+        "policy_gradient/value",
+        "losses/policy_gradient.py",
+        "return torch.where(weight == 0, 0.0, new.double() - old).exp()",
+        "return torch.where(weight == 0, 0.0, new.double() - old).clamp(-20.0, 20.0).exp()",
+    ),
 )
 
 HARMLESS = (

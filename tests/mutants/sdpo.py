@@ -234,4 +234,12 @@ MUTANTS = (
         "(end if rate == 1.0 else start).to(start.dtype, copy=True)",
         "(end if rate == 1.0 else start).to(start.dtype)",
     ),
+    Mutant(
+        "composites-in-float32",
+        "composites compared in float32: 0.7 is below 0.7",
+        "sdpo/sibling",
+        "losses/sdpo/teachers.py",
+        "decimals = [None if c is None else round(c, DECIMALS) for c in group]",
+        "decimals = [None if c is None else float(as_float(c, 'c').float()) for c in group]",
+    ),
 )

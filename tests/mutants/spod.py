@@ -302,6 +302,22 @@ MUTANTS = (
         "below = protected & (l_p < math.log(tau0))",
         "below = protected & (l_p <= math.log(tau0))",
     ),
+    Mutant(
+        "gate-with-a-margin",
+        "a margin of 1e-6 nats on the gate",
+        "spod/gate",
+        "losses/gate.py",
+        "return success & (sum_by(teacher_logprobs - student_logprobs, tokens) < 0)",
+        "return success & (sum_by(teacher_logprobs - student_logprobs, tokens) < -1e-6)",
+    ),
+    Mutant(
+        "gate-of-totals",
+        "totals compared instead of row differences: equal rows in another order tie no more",
+        "spod/tie",
+        "losses/gate.py",
+        "return success & (sum_by(teacher_logprobs - student_logprobs, tokens) < 0)",
+        "return success & (sum_by(teacher_logprobs, tokens) < sum_by(student_logprobs, tokens))",
+    ),
 )
 
 HARMLESS = (

@@ -52,6 +52,22 @@ def test_value_and_gradient(losses: Any, device: str, dtype: str) -> None:
     value_and_gradient_are_the_reference_s()
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.obligation("policy_gradient/value", "policy_gradient/gradient")
+def test_far_from_the_sampler(losses: Any, device: str, dtype: str) -> None:
+    """A log-ratio of any size is taken as it is: -e^25 / 2 at advantage 1/2, where a clamp at 20 gives -e^20 / 2."""
+    for log_ratio in (25.0, 60.0, -25.0, -60.0):
+        new = np.array([-1.0 + min(log_ratio, 0.0)])
+        logprobs = tensor(new, dtype, device).requires_grad_()
+        sampler, weight = tensor(new - log_ratio, dtype, device), tensor(np.array([0.5]), dtype, device)
+        loss = losses.policy_gradient.importance_sampling_loss(logprobs, sampler, weight)
+        where = f"log-ratio {log_ratio:g}"
+        expected = -math.exp(log_ratio) / 2
+        compare("policy_gradient/value", loss, expected, dtype=dtype, where=where)
+        slope = torch.autograd.grad(loss, logprobs)[0]
+        compare("policy_gradient/gradient", slope, [expected], dtype=dtype, where=where)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.obligation("policy_gradient/closed_form")
 def test_closed_form_gradient(losses: Any, device: str, dtype: str) -> None:

@@ -110,6 +110,11 @@ def test_select_sibling(losses: Any) -> None:
         compare("sdpo/sibling", *numbers, dtype="int64", where=f"{scores}, {index}, {threshold}, {rule}")
 
     the_sibling_is_the_reference_s()
+    for tenths in range(11):  # at or above: exactly at the threshold counts, just below does not
+        for below in (0.0, 1e-6):
+            actual = losses.sdpo.select_sibling([1.0, tenths / 10 - below], 0, threshold=tenths / 10)
+            numbers = -1 if actual is None else actual, -1 if below else 1
+            compare("sdpo/sibling", *numbers, dtype="int64", where=f"{below} below {tenths} / 10")
 
 
 def refuses(advantage: Any, *rows: Any) -> bool:
