@@ -65,9 +65,9 @@ def numbers_of(run: Path) -> dict[str, Any]:
     """
     paths = [path.name for path in (run / "trajectories").iterdir() if not path.name.startswith(PILOT)]
     names = ["items.jsonl", "verdict.json", *(f"trajectories/{name}" for name in paths)]
-    found: dict[str, Any] = {name: (run / name).read_bytes() for name in names}
+    contents: dict[str, Any] = {name: (run / name).read_bytes() for name in names}
     lines = [line for line in read_lines(run / "metrics.jsonl") if line["phase"] != PILOT]
-    return found | {"metrics.jsonl": sorted(canonical({**line, "index": None}) for line in lines)}
+    return contents | {"metrics.jsonl": sorted(canonical({**line, "index": None}) for line in lines)}
 
 
 def moments(timings: list[dict[str, Any]], rng: random.Random) -> list[int]:
