@@ -278,7 +278,7 @@ GRADIENT = (
     Mutant(
         "hidden-l2",
         "every gradient has a small multiple of the weights in it",
-        "gradient/zero",
+        "gradient/cancels",
         TRAINING,
         ADDED,
         ADDED.replace("= total if", "= total + 1e-4 * parameter.detach() if"),

@@ -160,17 +160,17 @@ MUTANTS = (
     ),
     Mutant(
         "norm-of-a-part",
-        "the norm is that of lora_B alone (row 92)",
-        "optimiser/clip",
+        "the norm is that of lora_A alone (row 92)",
+        "gradient/absolute",
         TRAINING,
         NORM,
         "norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for n, g in grads.items() "
-        'if n.endswith("lora_B")])))\n',
+        'if n.endswith("lora_A")])))\n',
     ),
     Mutant(
         "norm-of-the-sum-of-norms",
         "the norm is the sum of the parameters' norms (row 92)",
-        "optimiser/clip",
+        "gradient/absolute",
         TRAINING,
         NORM,
         "norm = float(sum(torch.linalg.vector_norm(g) for g in grads.values()))\n",
