@@ -13,7 +13,7 @@ from paritygate.service.connection import Refusal
 from paritygate.service.lab import Lab, sampler_noise
 from paritygate.service.outcome import Measured, Undecided
 
-BATCH = 128  # samples a request
+BATCH = 64  # samples a request; services bound it
 
 
 @dataclass(frozen=True)

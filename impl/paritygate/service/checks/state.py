@@ -93,6 +93,7 @@ def saved_exactly(lab: Lab) -> Measured:
         live = lab.change(trainer)
         restored = lab.change(session.restore(trainer.save(next(lab.names))))
         gap = float(np.abs(live.change - restored.change).max())
+        lab.connection.journal.add(f"print('largest difference:', np.abs({live.name} - {restored.name}).max())")
     because = f"saving and restoring moves a logprob by {gap:.3g} nats"
     return Measured(gap, because, live.rms, 10 * lab.noise.logprob)
 
