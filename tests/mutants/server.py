@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         "export-without-a-prefix",
-        "an exported adapter's tensors lack the prefix that PEFT looks for, so none is loaded (row 60 of design/091)",
+        "an exported adapter's tensors lack the prefix that PEFT looks for, so none is loaded (row 60 of design/092)",
         "tests/server/test_checkpoints_out.py::test_an_exported_adapter_gives_the_servers_logprobs",
         "server/sessions/peft.py",
         'tensors[f"base_model.model.{network.module_name(target)}',

@@ -117,7 +117,7 @@ HARMLESS = (
     ),
     Mutant(
         "bounds-are-enforced",
-        "eps ends at 1, the learning rate at 10, and dro is not served (row 88 of design/091)",
+        "eps ends at 1, the learning rate at 10, and dro is not served (row 88 of design/092)",
         "service",
         WIRE,
         'learning_rate=adam.number("learning_rate", 1e-4, low=0, high=huge),',

@@ -1,6 +1,6 @@
 """Mistakes in values and gradients of the losses, and in the sums over a batch, that services have made or could make.
 
-The rows in brackets are those of design/091, where the public reports are.
+The rows in brackets are those of design/092, where the public reports are.
 """
 
 from tests.mutants.mutant import Mutant

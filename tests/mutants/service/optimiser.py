@@ -1,4 +1,4 @@
-"""Mistakes in the optimiser of a service; the rows in brackets are those of design/091."""
+"""Mistakes in the optimiser of a service; the rows in brackets are those of design/092."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes of a service's sampler; the rows in brackets are those of design/091."""
+"""Mistakes of a service's sampler; the rows in brackets are those of design/092."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in saved states, flags, seeds and between clients; the rows in brackets are those of design/091."""
+"""Mistakes in saved states, flags, seeds and between clients; the rows in brackets are those of design/092."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes of a service's answers on the wire; the rows in brackets are those of design/091."""
+"""Mistakes of a service's answers on the wire; the rows in brackets are those of design/092."""
 
 from tests.mutants.mutant import Mutant
 
