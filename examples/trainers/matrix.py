@@ -1,7 +1,8 @@
 """Hold each adapter here to the definitions, in an environment of the projects, and write design/022.
 
 `python examples/trainers/matrix.py` builds build/trainers on first use (3 GB, CPU builds of torch 2.13.0), leaves a
-report of each adapter there (JSON, HTML), and the dated matrix in design/022-other-trainers.md.
+report of each adapter there (JSON, HTML), and the dated matrix in design/022-other-trainers.md. The official SDPO
+code is on no index: SDPO_OFFICIAL names a checkout of it, whose row then is in the matrix too.
 """
 
 import datetime
@@ -49,6 +50,7 @@ ADAPTERS = [
     "sdpo_rl_losses",
     "sdpo_official",
 ]
+OLDER = ["transformers<5", "huggingface_hub<1", "tokenizers<0.23"]  # what the official SDPO code imports
 HEAD = """# 022 Other trainers against the definitions
 
 Written by `make trainers` on {date}. Each adapter of `examples/trainers` is held to the float64 definitions by
@@ -74,12 +76,27 @@ def environment() -> str:
     return python
 
 
+def official(python: str) -> list[str]:
+    """The folders that the official code is imported from: a checkout, and the transformers of its time."""
+    if "SDPO_OFFICIAL" not in os.environ:
+        return []
+    folder = BUILD / "sdpo_official"
+    if not folder.exists():
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *OLDER], check=True)
+    return [os.environ["SDPO_OFFICIAL"], str(folder)]
+
+
 def judged(python: str, adapter: str) -> tuple[dict[str, Any] | None, str]:
     """The report of an adapter, or None and the sentence why there is none."""
     path = BUILD / f"{adapter}.json"
     path.unlink(missing_ok=True)
     command = [python, "-m", "paritygate.harness", adapter, "--json", str(path)]
-    keys = {"PYTHONPATH": str(ROOT / "impl"), "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    folders = official(python) if adapter == "sdpo_official" else []
+    keys = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "impl"), *folders]),
+        "OMP_NUM_THREADS": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
     done = subprocess.run(
         [*command, "--known", "known_departures.json"],
         cwd=HERE,
@@ -135,7 +152,7 @@ def main() -> int:
     for adapter in ADAPTERS:
         report, sentence = judged(python, adapter)
         if report is None:
-            parts += [f"`{adapter}` was not held here: {sentence.partition(' (')[0]}.", ""]
+            parts += [f"`{adapter}` was not held here: {sentence.partition('. Install: ')[0]}.", ""]
             continue
         ours = ("numpy", "torch", "typing_extensions")
         held = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name not in ours)

@@ -1,5 +1,5 @@
 """The official SDPO code (a fork of verl). Install: git clone https://github.com/lasgroup/SDPO, check out 0e6d5106,
-pip install torch ray omegaconf tensordict transformers, and put the clone on PYTHONPATH: it is on no package index.
+pip install torch ray omegaconf tensordict 'transformers<5', and put the clone on PYTHONPATH: it is on no index.
 """
 
 from types import SimpleNamespace

@@ -4,6 +4,7 @@ The mistakes are those that were measured in other projects (design/022); each i
 no project is needed. Inputs and numbers are the smallest that are known of each.
 """
 
+import importlib.metadata
 import itertools
 import json
 import math
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.nn.functional import kl_div, log_softmax
 
 from paritygate.harness import Unsupported
 from paritygate.harness.conformance import FUNCTIONS, command
+from paritygate.harness.conformance.child import facts
 from paritygate.harness.conformance.functions import Function
 from paritygate.harness.conformance.rows import rows_of
 from paritygate.harness.conformance.smallest import smallest
@@ -350,3 +352,20 @@ def test_time_and_memory_are_bounded(
     options = SimpleNamespace(module="slow", json=None, html=None, known=None)
     with pytest.raises(command.BadInputError, match=sentence):
         command.conformance(options)
+
+
+def test_a_checkout_has_the_version_of_no_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder on the path that is imported in place of an installed package of that name is held by its own files."""
+    folder = tmp_path / "tqdm"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (tmp_path / "adapter_of_a_checkout.py").write_text("import tqdm\nimport mpmath\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    shadow = ModuleType("tqdm")
+    shadow.__path__ = [str(folder)]
+    monkeypatch.setitem(sys.modules, "tqdm", shadow)
+    result = facts(ModuleType("adapter_of_a_checkout"))
+    assert result["versions"]["tqdm"] == "checkout"
+    assert result["versions"]["mpmath"] == importlib.metadata.version("mpmath")
+    # sha256 of "__init__.py " and the sha256 of an empty file
+    assert result["digests"]["tqdm"] == "05bf8857b51ea94cbad55bf8b87dbfdb3d42122fb7ba3e18e3949767817d4fbc"

@@ -71,22 +71,43 @@ def source_of(name: str) -> str:
 
 
 def facts(module: ModuleType) -> dict[str, Any]:
-    """Versions and digests of the distributions that the adapter imports, and of the adapter itself."""
+    """Versions and digests of the distributions that the adapter imports, and of the adapter itself.
+
+    What is imported from a folder on the path, and not from the distribution of that name, has no version: its
+    digest is that of its files.
+    """
     source = source_of(module.__name__)
     names = {"torch", "numpy"}
     for node in ast.walk(ast.parse(source)):
         names |= {alias.name.partition(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
         names |= {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
     homes = importlib.metadata.packages_distributions()
-    distributions = {homes[name][0] for name in names if name in homes and name != "paritygate"}
-    return {
-        "source": source,
-        "versions": {name: importlib.metadata.version(name) for name in sorted(distributions)},
-        "digests": {
-            module.__name__: hashlib.sha256(source.encode()).hexdigest() if source else None,
-            **{name: digest_of(name) for name in sorted(distributions)},
-        },
-    }
+    versions: dict[str, str] = {}
+    digests = {module.__name__: hashlib.sha256(source.encode()).hexdigest() if source else None}
+    for name in sorted(name for name in names if name in homes and name != "paritygate"):
+        distribution, folder = homes[name][0], folder_of(name)
+        site = Path(str(importlib.metadata.distribution(distribution).locate_file(""))).resolve()
+        if folder is None or folder.is_relative_to(site):
+            versions[distribution], digests[distribution] = (
+                importlib.metadata.version(distribution),
+                digest_of(distribution),
+            )
+        else:
+            versions[name], digests[name] = "checkout", digest_of_folder(folder)
+    return {"source": source, "versions": versions, "digests": digests}
+
+
+def folder_of(name: str) -> Path | None:
+    """The folder of an imported package, or None for one that is a single file or was not imported."""
+    places = getattr(sys.modules.get(name), "__path__", None)
+    return Path(next(iter(places))).resolve() if places else None
+
+
+def digest_of_folder(folder: Path) -> str:
+    """sha256 over the names and digests of the Python files below `folder`."""
+    files = sorted(folder.rglob("*.py"))
+    lines = [f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def digest_of(distribution: str) -> str | None:
