@@ -89,9 +89,9 @@ def logit_loss(
     mixture: float = 0.5,
     top_k: int | None = None,
     tail: bool = True,
-    top_k_of: str = "student",
     importance_ratio: ArrayLike | None = None,
     aggregation: str = "token_mean",
+    top_k_of: str = "student",
 ) -> float:
     """The divergence of teacher q and student p at mask 1, aggregated; (B, T, V), (B, T, V), (B, T) -> nats.
 
@@ -117,9 +117,9 @@ def logit_loss_grad(
     mixture: float = 0.5,
     top_k: int | None = None,
     tail: bool = True,
-    top_k_of: str = "student",
     importance_ratio: ArrayLike | None = None,
     aggregation: str = "token_mean",
+    top_k_of: str = "student",
 ) -> Array:
     """d `logit_loss` / d student_logits (B, T, V), exactly 0 at masked positions; NaN in a row whose divergence is +inf
     because the teacher excludes what the student does. Teacher and ratio are constants. ValueError as `logit_loss`.

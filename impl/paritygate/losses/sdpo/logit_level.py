@@ -21,9 +21,9 @@ def logit_loss(
     mixture: float = 0.5,
     top_k: int | None = None,
     tail: bool = True,
-    top_k_of: str = "student",
     importance_ratio: Tensor | None = None,
     aggregation: str = "token_mean",
+    top_k_of: str = "student",
     validate: bool = True,
 ) -> Tensor:
     """The divergence of teacher q and student p at mask 1, aggregated: logits (..., T, V), mask (..., T) -> nats ().
@@ -90,9 +90,9 @@ def logit_loss_grad(
     mixture: float = 0.5,
     top_k: int | None = None,
     tail: bool = True,
-    top_k_of: str = "student",
     importance_ratio: Tensor | None = None,
     aggregation: str = "token_mean",
+    top_k_of: str = "student",
     validate: bool = True,
 ) -> Tensor:
     """d `logit_loss` / d student_logits, of their shape and dtype, exactly 0 at masked positions.
