@@ -65,7 +65,7 @@ RUNS := tests/agent tests/backend tests/experiment
 LOSSES := tests/golden tests/kernels tests/meta tests/mutants tests/properties tests/statistics
 
 test: $(INSTALLED)
-	@$(MAKE) --no-print-directory -j2 test-runs test-losses test-guard test-rest
+	@$(MAKE) --no-print-directory --keep-going -j2 test-runs test-losses test-guard test-rest
 
 test-runs test-losses test-guard test-rest: $(INSTALLED)
 
