@@ -74,9 +74,10 @@ def test_claims_and_counts_are_those_of_before() -> None:
 
 def test_every_obligation_here_names_a_class_and_every_class_is_named() -> None:
     spec = json.loads((ROOT / "spec/losses.json").read_text())
-    named = [o["tolerances"] for loss in spec["losses"].values() for o in loss["obligations"].values()]
-    assert all(isinstance(name, str) for name in named)
-    assert set(named) == set(spec["tolerances"])
+    obligations = {name: o for loss in spec["losses"].values() for name, o in loss["obligations"].items()}
+    in_place = [name for name, o in obligations.items() if not isinstance(o["tolerances"], str)]
+    assert not in_place, f"a class at the top of the file, not rows in place: {', '.join(in_place)}"
+    assert {o["tolerances"] for o in obligations.values()} == set(spec["tolerances"])
 
 
 def small(tolerances: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
