@@ -8,7 +8,7 @@ MUTANTS = (
         "the product of the tokens' ratios instead of its n-th root: the clip acts on long sequences alone",
         "gspo/value",
         "src/my_losses/gspo.py",
-        "(difference.sum(-1) / read.sum(-1).clamp(min=1)).exp()",
+        "(difference.sum(-1) / row_mask.sum(-1).clamp(min=1)).exp()",
         "difference.sum(-1).exp()",
     ),
     Mutant(
