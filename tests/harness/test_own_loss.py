@@ -161,6 +161,9 @@ def test_the_pieces_of_a_new_loss_fail_until_they_are_filled(bare: Stranger) -> 
     assert after == before
     assert "1e-6, " in (bare.root / "spec/losses.json").read_text()  # what was there stands as it stood
     not_green(bare, bare.session("--losses", "dpo"), "dpo/value has 0 of the 100 comparisons that count")
+    assert "A receipt for what was collected alone: --losses dpo\n" in bare.session("tests/parity/test_dpo.py")
+    (bare.root / "src/my_losses/dpo.py").unlink()
+    assert "dpo is declared in the spec, and my_losses.dpo is not there" in bare.session("tests/parity/test_gspo.py")
     for name in ("gspo", "Not-A-Name"):
         done = bare.run("-m", "paritygate.harness", "new", name)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done

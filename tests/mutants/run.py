@@ -234,6 +234,9 @@ def main(names: Sequence[str]) -> int:
     """The chosen mutants, or all; 1 where anything is not as the catalogue says, 2 for an unknown name."""
     if unknown := set(names) - {x for m in (*MUTANTS, *HARMLESS) for x in (m.name, m.dies_by)}:
         print(f"no mutant is called, nor dies by, {', '.join(sorted(unknown))}")
+        losses = {name.partition("/")[0] for name in unknown}
+        if near := sorted({m.dies_by for m in MUTANTS if m.dies_by.partition("/")[0] in losses}):
+            print(f"there mutants die by {', '.join(near)}")
         return 2
     mutants, harmless = (
         [m for m in catalogue if not names or m.name in names or m.dies_by in names]

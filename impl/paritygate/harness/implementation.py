@@ -62,5 +62,11 @@ def skipping(function: Callable[..., Any]) -> Callable[..., Any]:
 def losses_under_test(package: str, declared: Collection[str]) -> ModuleType:
     """`package` with a submodule for each declared loss imported."""
     for name in declared:
-        importlib.import_module(f"{package}.{name}")
+        try:
+            importlib.import_module(f"{package}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{package}.{name}":
+                raise
+            message = f"{name} is declared in the spec, and {error.name} is not there (--losses shows others alone)."
+            raise ModuleNotFoundError(message, name=error.name) from None
     return importlib.import_module(package)

@@ -125,6 +125,9 @@ class Session:
                 troubles = [str(refusal)]
         self.lines.append(f"parity: NOT green, no receipt: {troubles[0]}")
         self.lines.extend(f"  {trouble}" for trouble in troubles[1:])
+        met = {name.partition("/")[0] for name in self.collected}
+        if self.losses is None and 0 < len(met) < len(self.book.spec["losses"]):
+            self.lines.append(f"A receipt for what was collected alone: --losses {','.join(sorted(met))}")
         if exitstatus == pytest.ExitCode.OK and self.collected >= wanted.keys():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
