@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,12 @@ def test_an_obligation_is_found_by_its_name_in_each_root() -> None:
 def test_a_file_holds_one_idea(path: Path) -> None:
     lines = path.read_text().count("\n")
     assert lines <= 450, f"{lines} lines: which idea can leave it?"
+
+
+def test_no_folder_has_more_than_a_dozen_modules_side_by_side() -> None:
+    folders = Counter(path.parent for path in SOURCE if not path.name.startswith("__"))
+    crowded = {folder.relative_to(ROOT).as_posix(): count for folder, count in folders.items() if count > 12}
+    assert not crowded
 
 
 @pytest.mark.parametrize("name", ["run.py", "verify.py"])

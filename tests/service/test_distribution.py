@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from paritygate.service.chi_square import chi_square
+from paritygate.service.checks.chi_square import chi_square
 from paritygate.service.outcome import Undecided
 
 VOCABULARY = 400

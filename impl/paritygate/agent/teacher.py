@@ -11,7 +11,7 @@ from paritygate.agent.episode import first_prompt
 from paritygate.agent.prompt import Context
 from paritygate.agent.trajectory import Trajectory
 from paritygate.backend import Sampler
-from paritygate.spec.rubric import DIMENSIONS
+from paritygate.spec.protocol import DIMENSIONS
 
 # The wording of the reprompt is that of arXiv 2601.20802, Table 2.
 SOLUTION = "Correct solution:"

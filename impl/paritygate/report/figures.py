@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paritygate.report.files import Record, RunFiles
-from paritygate.spec.rubric import DIMENSIONS
+from paritygate.spec.protocol import DIMENSIONS
 
 COLOURS = ("#0b6e99", "#c2560c", "#4a7c2c", "#7b4397", "#8a6d00", "#a02050")
 GATE_COLOUR = "#b00020"

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paritygate.spec.build import build
 from paritygate.spec.error import SpecError
-from paritygate.spec.reading import read_json
+from paritygate.spec.loading import build, read_json
 from paritygate.spec.schema import spec_folder, violations
 
 

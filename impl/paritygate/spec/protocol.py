@@ -5,6 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+DIMENSIONS = ("invalid_tool_use", "ungrounded_claims", "upfront_clarification")
+"""What the judge's rubric scores, in the order in which it is shown: each in [0, 1], 1 the best; the composite is
+their mean.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:

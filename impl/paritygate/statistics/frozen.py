@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paritygate.spec.build import build
 from paritygate.spec.experiment import DecisionRule
 from paritygate.spec.findings import SPLIT_SIZES
+from paritygate.spec.loading import build
 from paritygate.spec.protocol import TaskSelection
 from paritygate.statistics.verdict import Verdict, decide
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from paritygate.errors import BadInputError
 from paritygate.spec import Criterion, DecisionRule
-from paritygate.spec.rubric import DIMENSIONS
+from paritygate.spec.protocol import DIMENSIONS
 from paritygate.statistics.betting import betting_interval
 from paritygate.statistics.hoeffding import paired_hoeffding
 

@@ -4,7 +4,7 @@ from paritygate.agent.judge.agreement import agreement
 from paritygate.agent.judge.judgement import Answer, Judge, Judged, Judgement, parse_judgement
 from paritygate.agent.judge.model import ModelJudge, fenced
 from paritygate.agent.judge.rules import RuleJudge
-from paritygate.spec.rubric import DIMENSIONS
+from paritygate.spec.protocol import DIMENSIONS
 
 __all__ = [
     "DIMENSIONS",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from paritygate.agent.judge.judgement import Judgement
-from paritygate.spec.rubric import DIMENSIONS
+from paritygate.spec.protocol import DIMENSIONS
 
 
 def agreement(

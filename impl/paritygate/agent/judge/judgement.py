@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from paritygate.agent.trajectory import Trajectory
-from paritygate.spec.rubric import DIMENSIONS
+from paritygate.spec.protocol import DIMENSIONS
 
 # Far above any honest answer; reading a longer one would only cost time.
 MAX_CHARACTERS = 100_000

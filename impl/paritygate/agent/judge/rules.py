@@ -8,7 +8,7 @@ from paritygate.agent.conversation import Message, calls_of
 from paritygate.agent.judge.judgement import Judged, Judgement
 from paritygate.agent.trajectory import Trajectory
 from paritygate.retail.tools import WRITE_TOOLS
-from paritygate.spec.rubric import DIMENSIONS
+from paritygate.spec.protocol import DIMENSIONS
 
 # What the retail data calls its records; prices have two decimals at most.
 _CLAIMS = {

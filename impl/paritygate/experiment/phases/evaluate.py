@@ -16,7 +16,7 @@ from paritygate.experiment.run.trajectories import write_trajectories
 from paritygate.experiment.step.collector import EVALUATED_AT_ONCE, Collector
 from paritygate.receipts import canonical, write_atomic
 from paritygate.spec.experiment import Arm
-from paritygate.spec.rubric import DIMENSIONS
+from paritygate.spec.protocol import DIMENSIONS
 
 PHASE = "evaluate"
 TRIES = 3  # an episode spoilt by the simulator or left without a judgement is tried again with other seeds

@@ -9,7 +9,7 @@ import numpy as np
 
 from paritygate.agent.rollouts import Group, Rollout, flat
 from paritygate.agent.turns import MALFORMED
-from paritygate.spec.rubric import DIMENSIONS
+from paritygate.spec.protocol import DIMENSIONS
 
 QUANTILES = ("abs_advantage_p50", "abs_advantage_p90", "abs_advantage_p99", "abs_advantage_max")
 FAILED = ("Error", "Unknown action")  # how an observation of the retail tools begins that did nothing

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from paritygate.service.checks.chi_square import chi_square
 from paritygate.service.checks.sampling import draw, nats, next_logprobs, trained
-from paritygate.service.chi_square import chi_square
 from paritygate.service.client import Array
 from paritygate.service.lab import Lab
 from paritygate.service.outcome import Measured, Undecided
