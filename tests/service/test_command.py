@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paritygate import server
+from paritygate.server.sessions.checkpoints import Store
 from paritygate.service import receipt
 from paritygate.service.__main__ import main
 from tests.service.broken_services import accepting, answering, unused
@@ -187,6 +188,22 @@ def test_a_proof_from_the_command(running: server.Running, tmp_path: Path, capsy
     signed = receipt.verify(path.with_suffix(".receipt.json"))
     assert signed["model"] == running.model_name
     assert running.api_key not in path.read_text() + page + json.dumps(signed)
+
+
+def test_what_a_killed_proof_leaves_is_deleted_by_the_service(
+    running: server.Running, tmp_path: Path, monkeypatch: Any
+) -> None:
+    limits: list[int | None] = []
+    save = Store.save
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        limits.append(options["ttl_seconds"])
+        return save(*arguments, **options)
+
+    monkeypatch.setattr(Store, "save", spy)
+    monkeypatch.setenv("TINKER_API_KEY", running.api_key)
+    assert main(["--base-url", running.base_url, "--only", "gradient/ppo", "--json", str(tmp_path / "p.json")]) == 0
+    assert set(limits) == {86_400}  # a day
 
 
 def test_a_service_that_stops_half_way_is_gone_on_with(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

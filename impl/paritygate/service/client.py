@@ -17,6 +17,7 @@ from paritygate.service.journal import number, numbers
 
 T = TypeVar("T")
 Array = NDArray[np.float64]
+TTL_SECONDS = 86_400  # a proof deletes what it saved; what a killed one leaves, the service deletes after a day
 
 
 @dataclass(frozen=True)
@@ -289,11 +290,11 @@ class Trainer:
         return self._saved("save_weights_for_sampler", name)
 
     def _saved(self, verb: str, name: str) -> str:
-        answer = self.connection.call(verb, lambda: getattr(self.client, verb)(name))
+        answer = self.connection.call(verb, lambda: getattr(self.client, verb)(name, TTL_SECONDS))
         path = str(answer.path)
         self.connection.saved.append(path)
         variable = self.connection.journal.name("path")
-        self.connection.journal.add(f"{variable} = wait({self.name}.{verb}({name!r})).path")
+        self.connection.journal.add(f"{variable} = wait({self.name}.{verb}({name!r}, {TTL_SECONDS})).path")
         PathCode.remember(path, variable)
         return path
 
