@@ -16,6 +16,14 @@ MUTANTS = (
         "success && diff <= 0",
     ),
     Mutant(
+        "compiled-gate-with-a-margin",
+        "a margin of 1e-6 nats on the kernel's gate",
+        "spod/gate",
+        "losses/engines/cpp/spod.cpp",
+        "success && diff < 0",
+        "success && diff < -1e-6",
+    ),
+    Mutant(
         "the-gate-not-asked",
         "the gate not asked",
         "spod/gradient",

@@ -251,8 +251,12 @@ def test_half_a_millionth_of_a_nat_decides(losses: Any, device: str, dtype: str)
     for x in (1e-6, -1e-6):
         student, teacher = tensor(np.zeros((1, 2)), dtype, device), tensor(np.array([[-x, 0.0]]), dtype, device)
         success = torch.ones(1, dtype=torch.bool, device=device)
-        result = losses.spod.success_preserving_loss(student, teacher, index, index, index, success)
-        compare("spod/gate", result.gate, [x > 0], dtype=dtype, where=f"teacher logits ({-x}, 0)")
+        arguments, where = (student, teacher, index, index, index, success), f"teacher logits ({-x}, 0)"
+        result, gradient = losses.spod.success_preserving_loss_and_grad(*arguments, tau0=1.0)
+        compare("spod/gate", result.gate, [x > 0], dtype=dtype, where=where)
+        # Protected, the floor pulls at the action's logit with p - 1 = -1/2; else the KL does, with less than 1e-6.
+        compare("spod/gate", gradient[:, 0] < -0.25, [x > 0], dtype=dtype, where=f"{where}, gradient")
+        compare("spod/gate", losses.spod.success_preserving_loss(*arguments).gate, [x > 0], dtype=dtype, where=where)
 
 
 @pytest.mark.obligation("spod/tie")
