@@ -45,4 +45,12 @@ MUTANTS = (
         "self.touched[place] = _copied(self.base.tables[table][key])",
         "self.touched[place] = self.base.tables[table][key]",
     ),
+    Mutant(
+        "gift-card-with-exactly-the-amount",
+        "a gift card with exactly the amount is refused",
+        "tests/retail/test_tools.py::test_a_gift_card_with_exactly_the_amount_pays_and_with_less_does_not",
+        "retail/writing.py",
+        'method["balance"] < amount',
+        'method["balance"] <= amount',
+    ),
 )

@@ -119,11 +119,16 @@ def side_by_side(jobs: Sequence[tuple[Callable[[Any], Checked], Any]]) -> Iterat
 
 
 def passes(tree: Path, tests: Sequence[str]) -> tuple[bool, str]:
-    """Whether the tests pass in `tree`, and pytest's last lines; RuntimeError where pytest ran none of them."""
+    """Whether the tests pass in `tree`, and pytest's last lines; RuntimeError where pytest ran none of them.
+
+    A process that a signal ends (a kernel that reads what is not there) has not passed.
+    """
     data = os.environ.get("PARITYGATE_TAU_BENCH") or str(ROOT.parent / "shared" / "tau_bench_retail")
     environment = os.environ | {"PARITYGATE_TAU_BENCH": data, "CI": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
     run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    if run.returncode < 0:
+        return False, f"ended by signal {-run.returncode}"
     if run.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {run.returncode}: {run.stdout[-800:]}{run.stderr[-800:]}")
     error = [line for line in run.stdout.splitlines() if line.startswith("E ")]
