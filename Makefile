@@ -60,12 +60,12 @@ run: $(INSTALLED)
 	@$(PY) impl/verify.py --parity --spec $(SPEC) || { echo 'Proving parity now, about a minute.'; $(PARITY); }
 	$(PY) impl/run.py --spec $(SPEC)
 
-# Four parts, two side by side, the longest first: two cores are busy to the end.
+# Four parts, the longest first, three side by side: much of a part is waiting, so that two cores are busy to the end.
 RUNS := tests/agent tests/backend tests/experiment
 LOSSES := tests/golden tests/kernels tests/meta tests/mutants tests/properties tests/statistics
 
 test: $(INSTALLED)
-	@$(MAKE) --no-print-directory --keep-going -j2 test-runs test-losses test-guard test-rest
+	@$(MAKE) --no-print-directory --keep-going -j3 test-runs test-rest test-losses test-guard
 
 test-runs test-losses test-guard test-rest: $(INSTALLED)
 
