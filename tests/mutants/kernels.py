@@ -16,14 +16,6 @@ MUTANTS = (
         "success && diff <= 0",
     ),
     Mutant(
-        "compiled-gate-with-a-margin",
-        "a margin of 1e-6 nats on the kernel's gate",
-        "spod/gate",
-        "losses/engines/cpp/spod.cpp",
-        "success && diff < 0",
-        "success && diff < -1e-6",
-    ),
-    Mutant(
         "the-gate-not-asked",
         "the gate not asked",
         "spod/gradient",
@@ -142,22 +134,6 @@ MUTANTS = (
         "losses/engines/cpp/truncated.cpp",
         "weighted[k] / std::exp(p.log[k]) - total",
         "-total",
-    ),
-    Mutant(
-        "spod-offsets-of-32-bits",
-        "a row's number times its stride in 32 bits: wrong beyond 2^31 entries",
-        "tests/kernels/test_far_rows.py::test_spod",
-        "losses/engines/cpp/spod.cpp",
-        "(const T*)x.student + i * x.student_stride",
-        "(const T*)x.student + (int32_t)(i * x.student_stride)",
-    ),
-    Mutant(
-        "divergence-offsets-of-32-bits",
-        "a row's number times its stride in 32 bits: wrong beyond 2^31 entries",
-        "tests/kernels/test_far_rows.py::test_divergences",
-        "losses/engines/cpp/wide.hpp",
-        "(const T*)x.teacher + i * x.teacher_stride",
-        "(const T*)x.teacher + (int32_t)(i * x.teacher_stride)",
     ),
 )
 

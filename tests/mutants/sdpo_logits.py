@@ -344,6 +344,14 @@ MUTANTS = (
         "ctx.options, tuple(saved), grad)",
         "ctx.options, tuple(saved), (grad != 0) / len(grad))",
     ),
+    Mutant(
+        "divergence-offsets-of-32-bits",
+        "a row's number times its stride in 32 bits: wrong beyond 2^31 entries",
+        "tests/kernels/test_far_rows.py::test_divergences",
+        "losses/engines/cpp/wide.hpp",
+        "(const T*)x.teacher + i * x.teacher_stride",
+        "(const T*)x.teacher + (int32_t)(i * x.teacher_stride)",
+    ),
 )
 
 HARMLESS = (

@@ -318,6 +318,22 @@ MUTANTS = (
         "return success & (sum_by(teacher_logprobs - student_logprobs, tokens) < 0)",
         "return success & (sum_by(teacher_logprobs, tokens) < sum_by(student_logprobs, tokens))",
     ),
+    Mutant(
+        "compiled-gate-with-a-margin",
+        "a margin of 1e-6 nats on the kernel's gate",
+        "spod/gate",
+        "losses/engines/cpp/spod.cpp",
+        "success && diff < 0",
+        "success && diff < -1e-6",
+    ),
+    Mutant(
+        "spod-offsets-of-32-bits",
+        "a row's number times its stride in 32 bits: wrong beyond 2^31 entries",
+        "tests/kernels/test_far_rows.py::test_spod",
+        "losses/engines/cpp/spod.cpp",
+        "(const T*)x.student + i * x.student_stride",
+        "(const T*)x.student + (int32_t)(i * x.student_stride)",
+    ),
 )
 
 HARMLESS = (
