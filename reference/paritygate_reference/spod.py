@@ -96,7 +96,8 @@ def success_preserving_grad(
             if not a.gate:
                 slope = w * (p - q)
             elif a.student_logprob < math.log(tau0):
-                slope = floor_weight * w * (p - np.eye(p.shape[1])[a.tokens])
+                onehot = np.arange(p.shape[1]) == np.reshape(a.tokens, (-1, 1))
+                slope = floor_weight * w * (p - onehot)
             else:
                 slope = np.zeros_like(p)
             gradients[-1].append(slope)
