@@ -58,6 +58,8 @@ class Faults:
         }
     )
     detail: str = "injected"  # what an injected refusal says
+    takes_limits: bool = True  # knows ttl_seconds; a service that does not refuses it with `status_of_limits`
+    status_of_limits: int = 422
     scores_the_end: bool = True  # knows prompt_logprobs_last_n; an older service scores everything without a word
     poll: float = 5.0  # seconds that the wait for an answer is held open before it says 408
 
@@ -124,6 +126,7 @@ class ForeignService:
             Route(prefix + "sessions/{id}/finish", self._finish, methods=["POST"]),
             Route(prefix + "forward_backward", self._forward_backward, methods=["POST"]),
             Route(prefix + "retrieve_future", self._retrieve, methods=["POST"]),
+            Route(prefix + "training_runs/{run}/checkpoints", self._list),
             Route(prefix + "training_runs/{run}/checkpoints/{kind}/{name}", self._delete, methods=["DELETE"]),
         ]
         return Starlette(routes=routes)
@@ -132,7 +135,7 @@ class ForeignService:
         async def handler(request: Request) -> Response:
             body = await request.json() if await request.body() else {}
             kind = "score" if path == "asample" and body.get("prompt_logprobs") else path.rsplit("/", 1)[-1]
-            return self._refusal(request, kind) or JSONResponse(answer(body))
+            return self._refusal(request, kind) or self._no_limit(body) or JSONResponse(answer(body))
 
         return handler
 
@@ -145,6 +148,12 @@ class ForeignService:
             return None
         self.refused[f"{kind} {status}"] += 1
         return JSONResponse({"detail": self.faults.detail}, status)
+
+    def _no_limit(self, body: dict[str, Any]) -> Response | None:
+        if self.faults.takes_limits or body.get("ttl_seconds") is None:
+            return None
+        self.refused[f"limit {self.faults.status_of_limits}"] += 1
+        return JSONResponse({"detail": "unknown field ttl_seconds"}, self.faults.status_of_limits)
 
     async def _healthz(self, request: Request) -> Response:
         begin, end = self.faults.unhealthy
@@ -164,6 +173,20 @@ class ForeignService:
 
     async def _finish(self, request: Request) -> Response:
         return self._refusal(request, "finish") or Response(status_code=204)
+
+    async def _list(self, request: Request) -> Response:
+        trainer = self.trainers.get(request.path_params["run"])
+        paths = [] if trainer is None else await self.scripted.checkpoints(trainer.model_id)
+        listed = [
+            {
+                "checkpoint_id": path.split("/", 3)[3],
+                "checkpoint_type": "sampler" if "/sampler_weights/" in path else "training",
+                "time": "2026-12-01T00:00:00Z",
+                "tinker_path": path,
+            }
+            for path in paths
+        ]
+        return self._refusal(request, "list") or JSONResponse({"checkpoints": listed})
 
     async def _delete(self, request: Request) -> Response:
         where = request.path_params

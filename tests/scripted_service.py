@@ -130,6 +130,11 @@ class ScriptedService:
             self.deleted.append(path)
             self.saved.pop(path, None)
 
+    async def checkpoints(self, client: str) -> list[str]:
+        """As Backend.checkpoints."""
+        async with self.call():
+            return [path for path in self.saved if path.startswith(f"tinker://{client}/")]
+
     async def training(self, base_model: str, rank: int = 32, seed: int = 0) -> "ScriptedTrainer":
         return ScriptedTrainer(self, digest(base_model, rank, seed))
 
@@ -154,6 +159,10 @@ class ScriptedTrainer:
         self.client = service.clients
 
     rank: int | None = None  # as the service reports it; None where it does not
+
+    @property
+    def model_id(self) -> str:
+        return str(self.client)
 
     @property
     def base_model(self) -> str:

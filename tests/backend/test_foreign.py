@@ -328,3 +328,38 @@ def test_a_service_that_refuses_the_field_is_asked_without_it():
         ends = call(service, act)
     assert [scores["last"] for scores in service.scripted.scores] == [None, None]
     assert None not in ends[0][1:]
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_what_a_client_has_saved_is_listed_and_of_an_unknown_one_nothing(monkeypatch):
+    async def act(backend):
+        trainer = await backend.training(POLICY, rank=8, seed=0)
+        paths = [await trainer.save("state", 60), (await trainer.snapshot("sampler", 60)).path]
+        return paths, await backend.checkpoints(trainer.model_id), await backend.checkpoints("nobody:train:0")
+
+    with serving() as service:
+        paths, listed, nothing = call(service, act)
+    assert (listed, nothing) == (paths, [])
+    monkeypatch.setattr(connections, "LIST_SECONDS", 0.5)
+    unknown = {"status": lambda kind, n: 501 if kind == "list" else None}
+    with serving(**unknown) as service, pytest.raises(BackendError, match=r"did not list what .* saved in 0\.5 s"):
+        call(service, act)
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+@pytest.mark.parametrize("code", [400, 422])
+def test_a_service_that_takes_no_time_limit_saves_without_one(code):
+    """It is shown once; what is refused without a limit too stays a failure."""
+
+    async def act(backend):
+        trainer = await backend.training(POLICY, rank=8, seed=0)
+        return [(await trainer.snapshot("a", 60)).path, await trainer.save("b", 60), await trainer.save("c")]
+
+    with serving(takes_limits=False, status_of_limits=code) as service:
+        paths = call(service, act)
+        assert [(save["path"], save["ttl_seconds"]) for save in service.saves] == [(path, None) for path in paths]
+        assert service.refused == {f"limit {code}": 1}
+    with serving(status=lambda kind, n: code if kind.startswith("save_weights") else None) as service:
+        with pytest.raises(BackendError, match="Saving sampler weights failed"):
+            call(service, act)
+        assert service.requests["save_weights_for_sampler"] == 2

@@ -11,6 +11,7 @@ from paritygate.errors import BadInputError
 from paritygate.experiment.run.account.budget import Account
 from paritygate.experiment.run.journal import Journal, Timings, read_lines
 from paritygate.spec import load
+from tests.experiment import stub_proof
 from tests.experiment.scaled_spec import brief
 from tests.scripted_service import JUDGE, POLICY, USER, ScriptedService
 
@@ -55,11 +56,13 @@ def test_every_token_is_counted_and_priced(finished: tuple[ScriptedService, Path
         f"{role}/sampled": sum(call["sampled"] for call in service.samples if call["model"] == model)
         for role, model in (("policy", POLICY), ("user", USER), ("judge", JUDGE))
     }
+    seen |= {f"proof/{kind}": tokens for kind, tokens in stub_proof.USED.items()}
     seen["policy/trained"] = sum(len(datum.tokens) - 1 for update in service.updates for datum in update["data"])
     cost = json.loads((run / "cost.json").read_bytes())
     assert {f"{row['role']}/{row['kind']}": row["tokens"] for row in cost["rows"]} == seen
     assert cost["saved_states"] == len(service.limits)
     of_policy = seen["policy/prefill"] + 10 * seen["policy/sampled"] + 100 * seen["policy/trained"]
+    of_policy += 1 * 9000 + 10 * 2500 + 100 * 3100  # of the proof, at the policy's prices
     money = (of_policy + 2 * seen["judge/prefill"] + 20 * seen["judge/sampled"]) / 1e6 + 3.0 * cost["gpu_hours"]
     assert cost["money"] == pytest.approx(money, rel=1e-12)
     assert [sentence.split(" for ")[1].split(":")[0] for sentence in cost["unknown"]] == [
@@ -76,6 +79,7 @@ def check_log(log: str) -> None:
         [line] = [line for line in log.splitlines() if f"train, step {step} of 2" in line]
         assert "composite grpo 0." in line
         assert "tokens: prefill " in line
+        assert ", proof 14,600, " in line
         assert "USD (prices of 2026-11-30)" in line
         assert "min of this phase to go" in line
     totals = [float(line.split("at least ")[1].split(" USD")[0]) for line in log.splitlines() if "to go" in line]
@@ -109,6 +113,25 @@ def test_a_kill_loses_no_more_than_the_step_under_way(tmp_path: Path) -> None:
     after_a_kill = Account(Timings(tmp_path / "timings.jsonl"), Budget(gpu_hours=1.0, max_wall_minutes=60.0))
     assert after_a_kill.used() == {"policy/prefill": 1000}
     assert [sorted(line["used"]) for line in read_lines(tmp_path / "timings.jsonl")] == [["policy/prefill"]]
+
+
+def test_a_proof_that_is_killed_leaves_its_tokens_in_the_account(
+    run_spec: Any, scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written down with each obligation, before it is committed."""
+
+    def killed(*_: Any, usage: Any, save: Any, **__: Any) -> Any:
+        usage.count("trained", 700)
+        usage.count("prefill", 11)
+        save(stub_proof.report_of("http://scripted", POLICY, load(tmp_path / "spec.json")))
+        raise KeyboardInterrupt
+
+    scripted(ScriptedService())
+    monkeypatch.setattr("paritygate.experiment.phases.preflight.service_proof.prove_at", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_spec(brief(), until="service_proof")
+    of_proof = [line["used"] for line in read_lines(tmp_path / "run" / "timings.jsonl") if line.get("used")]
+    assert {"proof/trained": 700, "proof/prefill": 11} in of_proof
 
 
 @pytest.mark.usefixtures("lean")
@@ -187,7 +210,9 @@ def test_the_price_before_a_run_is_counted_by_hand(tmp_path: Path) -> None:
         episodes * 12 * (4291 + 8192) // 2 + 120 * 12 * (4291 + 11234) // 2 + 22 * 16 * (2 * 8192 - 4291)
     )
     assert used["policy/sampled"] == episodes * (8192 - 4291) + 120 * 12 * 512
-    assert used["policy/trained"] == (2 * 22 + 4 + 1) * 16 * 8192 + proof_price(exp)[1]
+    assert used["policy/trained"] == (2 * 22 + 4 + 1) * 16 * 8192
+    assert used["proof/trained"] == proof_price(exp)[1]
+    assert used["saved_states"] == 2 * (2 * 22 + 4 + 1) + 2 + 3 + 8
     assert used["user/prefill"] == (episodes + 120) * 13 * (700 + 12 * (512 + 256) // 2)
     assert used["user/sampled"] == (episodes + 120) * 13 * 256
     assert used["judge/prefill"] == episodes * 8192 + 120 * 11234

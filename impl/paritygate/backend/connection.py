@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy")
 
+LIST_SECONDS = 20.0  # a service without the route may answer 5xx, which the SDK repeats for five minutes
+
 
 class Backend:
     """An open session at a Tinker-compatible service; made by `connect`.
@@ -126,6 +128,24 @@ class Backend:
         except BackendError as error:
             if not isinstance(error.__cause__, tinker.NotFoundError):
                 raise
+
+    async def checkpoints(self, client: str) -> list[str]:
+        """The paths of what a training client (the service's id of it) has saved and is there; none of an unknown one.
+
+        Raises BackendError where the service does not list them.
+        """
+        import tinker
+
+        try:
+            async with asyncio.timeout(LIST_SECONDS):
+                answer = await self._guard.once("Listing saved states", lambda: self._rest.list_checkpoints(client))
+        except TimeoutError:
+            raise BackendError(f"{self.endpoint} did not list what {client} saved in {LIST_SECONDS:g} s.") from None
+        except BackendError as error:
+            if isinstance(error.__cause__, tinker.NotFoundError):
+                return []
+            raise
+        return [str(checkpoint.tinker_path) for checkpoint in answer.checkpoints]
 
     async def _restored(self, path: str) -> "tinker.TrainingClient":
         return await self._guard.once(

@@ -106,6 +106,7 @@ class Guard:
     answered: float = 0.0  # time.monotonic() of the last HTTP answer below 500 to any request of the session
     unpaid: str | None = None  # what the service said with HTTP 402
     scores_the_end: bool = True  # whether it can leave out the logprobs before the last positions, until it shows not
+    limits_states: bool = True  # whether it takes a time limit for what it saves, until it shows not
     _waiting: int = 0
     _down: "asyncio.Future[None] | None" = None
     _watcher: "asyncio.Task[None] | None" = None

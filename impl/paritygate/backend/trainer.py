@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paritygate.backend.data import Datum
 from paritygate.backend.guard import Guard
@@ -12,6 +12,8 @@ from paritygate.errors import BackendError
 if TYPE_CHECKING:
     import tinker
     from tinker.lib.retry_handler import RetryConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ class Trainer:
 
         ttl_seconds: after which the service deletes what was saved; None: it is kept.
         """
-        response = await self._guard.once(
-            "Saving sampler weights", lambda: self._client.save_weights_for_sampler(name, ttl_seconds)
+        response = await self._saved(
+            "Saving sampler weights", lambda ttl: self._client.save_weights_for_sampler(name, ttl), ttl_seconds
         )
         client = await self._guard.repeatable(
             "Creating a sampler", lambda: self._client.create_sampling_client(response.path, retry_config=no_retries())
@@ -118,10 +120,24 @@ class Trainer:
 
         ttl_seconds: after which the service deletes it; None: it is kept.
         """
-        response = await self._guard.once(
-            "Saving state", lambda: self._client.save_state(name, ttl_seconds, overwrite=True)
+        response = await self._saved(
+            "Saving state", lambda ttl: self._client.save_state(name, ttl, overwrite=True), ttl_seconds
         )
         return response.path
+
+    async def _saved(self, what: str, save: Callable[[int | None], Awaitable[T]], ttl_seconds: int | None) -> T:
+        """With a time limit, unless the service has shown that it takes none: then what is saved has to be deleted."""
+        import tinker
+
+        if ttl_seconds is not None and self._guard.limits_states:
+            try:
+                return await self._guard.once(what, lambda: save(ttl_seconds))
+            except BackendError as error:
+                if not isinstance(error.__cause__, tinker.BadRequestError | tinker.UnprocessableEntityError):
+                    raise
+        response = await self._guard.once(what, lambda: save(None))
+        self._guard.limits_states = self._guard.limits_states and ttl_seconds is None
+        return response
 
     async def load(self, path: str) -> None:
         """Go on from a saved state, optimiser included: this trainer then stands for a new client at the service."""

@@ -209,7 +209,7 @@ def _record_stop(state: State, phase: Phase, stop: GateStopped) -> None:
 
 async def _close_stopped(state: State) -> None:
     """A stopped run is reported and receipted like a finished one, as far as it got."""
-    await state.delete_superfluous()
+    await state.leave_as_found()
     await state.close_service()
     write_report(state)
     if list(state.directory.glob("parity-*.json")):

@@ -139,6 +139,7 @@ class Session:
             while self.connection.saved:
                 path = self.connection.saved.pop()
                 with_limit("deleting", lambda path=path: rest.delete_checkpoint_from_tinker_path(path), 5.0)
+                self.connection.usage.deleted(path)
 
     def create(self, rank: int, seed: int | None = None, **flags: bool) -> "Trainer":
         """A fresh adapter; flags are train_mlp, train_attn, train_unembed."""
@@ -235,9 +236,17 @@ class Trainer:
     ) -> Callable[[], Any]:
         """Submit without waiting; call the result to wait."""
         batch, options = [datum.to_sdk() for datum in data], None if config is None else dict(config)
-        self.connection.tokens += sum(len(datum.tokens) for datum in data)
         future = getattr(self.client, verb)(batch, loss, options)
-        return future.result
+
+        def wait() -> Any:
+            answer = future.result()
+            self._count("prefill" if verb == "forward" else "trained", data)
+            return answer
+
+        return wait
+
+    def _count(self, kind: str, data: Sequence[Datum]) -> None:
+        self.connection.usage.count(kind, sum(len(datum.tokens) for datum in data))
 
     def _pass(
         self,
@@ -260,13 +269,14 @@ class Trainer:
 
     def custom(self, data: Sequence[Datum], loss: Callable[[Any, Any], Any], code: str) -> Pass:
         """forward_backward_custom; `code` is `loss` as an expression of the program."""
-        self.connection.tokens += 2 * sum(len(datum.tokens) for datum in data)
         batch = [datum.to_sdk() for datum in data]
         listed = ", ".join(datum.code() for datum in data)
         self.connection.journal.add(f"wait({self.name}.forward_backward_custom([{listed}], {code}))")
         answer = self.connection.call(
             "forward_backward_custom", lambda: self.client.forward_backward_custom(batch, loss)
         )
+        for kind in ("prefill", "trained"):  # a pass for the logprobs, and one for the gradient
+            self._count(kind, data)
         return read_pass(answer, data)
 
     def step(self, limit: float | None = None, **adam: float) -> dict[str, float]:
@@ -290,13 +300,28 @@ class Trainer:
         return self._saved("save_weights_for_sampler", name)
 
     def _saved(self, verb: str, name: str) -> str:
-        answer = self.connection.call(verb, lambda: getattr(self.client, verb)(name, TTL_SECONDS))
+        run, usage = str(self.client.model_id), self.connection.usage
+        usage.saving(run, name)
+        answer, limit = self._answer_to_save(verb, name)
         path = str(answer.path)
+        usage.saved(run, name, path)
         self.connection.saved.append(path)
         variable = self.connection.journal.name("path")
-        self.connection.journal.add(f"{variable} = wait({self.name}.{verb}({name!r}, {TTL_SECONDS})).path")
+        self.connection.journal.add(f"{variable} = wait({self.name}.{verb}({name!r}, {limit})).path")
         PathCode.remember(path, variable)
         return path
+
+    def _answer_to_save(self, verb: str, name: str) -> tuple[Any, int | None]:
+        """The answer, and the time limit that the service took: none where it has refused one."""
+        save = getattr(self.client, verb)
+        if self.connection.limits_states:
+            try:
+                return self.connection.call(verb, lambda: save(name, TTL_SECONDS)), TTL_SECONDS
+            except Refusal:
+                answer = self.connection.call(verb, lambda: save(name))  # a refusal of the name would be one again
+                self.connection.limits_states = False
+                return answer, None
+        return self.connection.call(verb, lambda: save(name)), None
 
     def snapshot(self) -> "Sampler":
         """A sampler of the weights as they are now, without a name."""
@@ -377,17 +402,22 @@ class Sampler:
         """Submit without waiting; call the result to wait."""
         from tinker import types
 
-        self.connection.tokens += len(prompt) + count * int(params.get("max_tokens") or 1)
         future = self.client.sample(
             types.ModelInput.from_ints(list(prompt)), count, types.SamplingParams(**params), **options
         )
-        return future.result if is_future(future) else lambda: future
+
+        def wait() -> Any:
+            answer = future.result() if is_future(future) else future
+            self.connection.usage.count("prefill", len(prompt))
+            self.connection.usage.count("sampled", sum(len(sequence.tokens) for sequence in answer.sequences))
+            return answer
+
+        return wait
 
     def logprobs(self, tokens: Sequence[int]) -> Array:
         """compute_logprobs: (L,), NaN where the service has None."""
         from tinker import types
 
-        self.connection.tokens += len(tokens)
         result = self.connection.journal.name("l")
         self.connection.journal.add(
             f"{result} = wait({self.name}.compute_logprobs(types.ModelInput.from_ints({list(tokens)})))"
@@ -395,6 +425,7 @@ class Sampler:
         answer = self.connection.call(
             "compute_logprobs", lambda: self.client.compute_logprobs(types.ModelInput.from_ints(list(tokens)))
         )
+        self.connection.usage.count("prefill", len(tokens))
         if answer is None:
             raise Broken("compute_logprobs: the answer has no prompt logprobs")
         return _with_nan(answer)

@@ -4,12 +4,14 @@ The SDK repeats requests that fail with 5xx for ever and blocks while a service 
 thread of its own, and a call that is not done in time is `NoAnswer`: an outcome, not a hanging program.
 """
 
+import contextlib
 import queue
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -45,6 +47,32 @@ class NoAnswer(Exception):  # noqa: N818
         super().__init__(f"{what}: no answer within {seconds:g} s")
 
 
+class Usage:
+    """What a proof has used: `tokens` by kind (prefill, sampled, trained), counted when their answer is there.
+
+    A subclass may write down, while the proof goes on, what it counts and which states it saves: `saving` is called
+    before the service is asked, `saved` when it has answered, `deleted` when a state is gone.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
+        self._lock = threading.Lock()  # calls that are submitted together are answered in threads of their own
+
+    def count(self, kind: str, tokens: int) -> None:
+        """So many tokens more of a kind."""
+        with self._lock:
+            self.tokens[kind] += tokens
+
+    def saving(self, run: str, name: str) -> None:
+        """The training client `run` is about to be asked to save a state under `name`."""
+
+    def saved(self, run: str, name: str, path: str) -> None:
+        """It was saved, at `path`."""
+
+    def deleted(self, path: str) -> None:
+        """It was deleted."""
+
+
 @dataclass
 class Connection:
     """Where the service is, how long a call may take, and what has been called so far."""
@@ -55,10 +83,16 @@ class Connection:
     limit: float = 120.0
     journal: Journal = field(default_factory=Journal)
     calls: int = 0
-    tokens: int = 0
+    usage: Usage = field(default_factory=Usage)
     slowest: float = 0.0
     silent: int = 0  # calls in a row without an answer
     saved: list[str] = field(default_factory=list[str])
+    limits_states: bool = True  # whether the service takes a time limit for what it saves, until it shows not
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of every kind so far."""
+        return self.usage.tokens.total()
 
     def probe(self, seconds: float | None = None) -> None:
         """GET healthz without the SDK, which would block; BackendError in one sentence when nobody answers there.
@@ -111,14 +145,18 @@ class Connection:
 
 
 def probe(base_url: str, api_key: str | None, seconds: float = 10.0) -> None:
-    """Ask GET /api/v1/healthz twice, `seconds` at the most; BackendError says in one sentence what is wrong."""
-    url = f"{base_url.rstrip('/')}/api/v1/healthz"
+    """Ask GET /api/v1/healthz twice, `seconds` at the most; BackendError says in one sentence what is wrong.
+
+    A health route that answers with a failure is not believed alone: the service is there if it names its models.
+    """
+    url, other = (f"{base_url.rstrip('/')}/api/v1/{path}" for path in ("healthz", "get_server_capabilities"))
+    headers = {} if api_key is None else {"X-API-Key": api_key}
     reason = ""
     for attempt in range(2):
         if attempt:
             time.sleep(0.5)
         try:
-            request = urllib.request.Request(url, headers={} if api_key is None else {"X-API-Key": api_key})
+            request = urllib.request.Request(url, headers=headers)
             body = with_limit("healthz", lambda request=request: _get(request, seconds / 2), seconds / 2)
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
@@ -128,6 +166,12 @@ def probe(base_url: str, api_key: str | None, seconds: float = 10.0) -> None:
             reason = f"GET {url} has HTTP status {error.code}"
             if error.code == 404:
                 break
+            with contextlib.suppress(Exception):
+                request = urllib.request.Request(other, headers=headers)
+                if b"supported_models" in with_limit(
+                    "capabilities", lambda r=request: _get(r, seconds / 2), seconds / 2
+                ):
+                    return
         except NoAnswer:
             reason = f"GET {url} had no answer within {seconds / 2:g} s"
         except (OSError, ValueError, urllib.error.URLError) as error:

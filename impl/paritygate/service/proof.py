@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit, urlunsplit
 
 from paritygate.errors import BadInputError
-from paritygate.service.connection import Connection, checked_url
+from paritygate.service.connection import Connection, Usage, checked_url
 from paritygate.service.lab import Lab, Settings
 from paritygate.service.obligations import Obligations
 from paritygate.service.report import Report
@@ -25,17 +25,19 @@ def prove_at(
     settings: Settings | None = None,
     limit: float = 120.0,
     earlier: Report | None = None,
+    usage: Usage | None = None,
     save: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Hold the service at `url` to `obligations`.
 
     model: None where the service reports one only. earlier: an unfinished report, whose results stand where it was of
-    the same service, model, SDK, spec and settings. keep: called with the report so far after every obligation.
+    the same service, model, SDK, spec and settings. usage: counts the tokens, and is told of every saved state. save:
+    called with the report so far after every obligation.
     Raises BadInputError (arguments) and BackendError (the service is gone, fails at what every check starts with, or
     stopped answering); what `save` was given last is what is known then.
     """
     settings, url, sdk = settings or Settings(), checked_url(url), sdk_version()
-    connection = Connection(url, api_key, model or "", limit=limit)
+    connection = Connection(url, api_key, model or "", limit=limit, usage=usage or Usage())
     connection.probe(10.0)
     lab = Lab(connection, settings)
     models = first_contact(lab)
@@ -61,12 +63,14 @@ def prove_at(
         report.seconds = before[2] + time.monotonic() - started
         save(report)
 
-    prepare(lab)
-    report.noise = asdict(lab.noise)
-    prove(lab, obligations, done, add)
-    report.complete = True
-    save(report)
-    lab.close()
+    try:
+        prepare(lab)
+        report.noise = asdict(lab.noise)
+        prove(lab, obligations, done, add)
+        report.complete = True
+        save(report)
+    finally:
+        lab.close()
     return report
 
 

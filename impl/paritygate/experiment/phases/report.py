@@ -2,7 +2,6 @@
 
 import shutil
 
-from paritygate.errors import BackendError
 from paritygate.experiment.run.journal import Record
 from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.receipt import COST, write_report
@@ -13,35 +12,18 @@ REPORT = "report.html"
 
 async def report(state: State) -> Decided:
     """report.html from the files of the run alone; receipt.json follows when everything else is on the disk."""
-    await leave_as_found(state)
+    await state.leave_as_found()
     await state.close_service()
     keep_products(state)
     write_report(state)
     adapters = state.facts("train")["samplers"]
-    facts: Record = {"adapters": adapters, "left_to_their_time_limit": left_over(state), "cost": state.cost().line()}
+    facts: Record = {"adapters": adapters, "left_to_their_time_limit": state.left_over(), "cost": state.cost().line()}
     return Decided(
         f"the page is {state.directory / REPORT}; trained adapters: {', '.join(adapters.values())}",
         "made from the run's files alone; it opens offline",
         facts,
         [REPORT, COST],
     )
-
-
-def left_over(state: State) -> list[str]:
-    """What the run saved at a service and could not delete; nothing on the embedded server, whose files are its own."""
-    if state.facts("service_preflight").get("endpoint", "embedded") == "embedded":
-        return []
-    needed = state.needed()
-    return [path for path in state.states.left() if path not in needed]
-
-
-async def leave_as_found(state: State) -> None:
-    """Delete at the service all that is no result: a run that was killed before it could has to ask once more."""
-    if left_over(state):
-        try:
-            await state.backend()  # connecting deletes them
-        except BackendError as error:
-            state.progress.line(f"      {error}")
 
 
 def keep_products(state: State) -> None:

@@ -11,13 +11,15 @@ from paritygate.spec import Experiment
 
 USER_SYSTEM = 700  # tokens of the user simulator's own prompt with the longest instructions, rounded up
 
+PROOF_STATES = 8  # what a proof of all that an experiment stands on saves, and deletes, at most
+
 
 def tokens_at_most(exp: Experiment, prompt: int, longest: int) -> Usage:
     """Tokens by role and kind of a run that no gate stops, if every episode takes all its turns and tokens.
 
     prompt: tokens before an episode; it grows evenly from there to max_seq_len, or, in the evaluation, to `longest`.
     Every request counts whole, as if a service cached nothing. The judge is asked once an episode. The tokens of the
-    service's proof count as trained ones, the dearest.
+    service's proof, of all kinds, count as trained ones.
     """
     rollout, protocol = exp.protocol.rollout, exp.protocol
     by_phase = forecast.episodes(exp)
@@ -37,8 +39,8 @@ def tokens_at_most(exp: Experiment, prompt: int, longest: int) -> Usage:
             used[key("policy", "prefill")] += steps * exp.batch_size * (2 * most - prompt)
     fallbacks = protocol.pilot.max_fallback_steps if protocol.pilot.fallbacks else 0
     used[key("policy", "trained")] += (len(exp.arms) * steps + fallbacks + 1) * exp.batch_size * most
-    used[key("policy", "trained")] += proof_price(exp)[1]
-    used[SAVED] = 2 * (len(exp.arms) * steps + fallbacks + 1) + len(exp.arms) + 3
+    used[key("proof", "trained")] += proof_price(exp)[1]
+    used[SAVED] = 2 * (len(exp.arms) * steps + fallbacks + 1) + len(exp.arms) + 3 + PROOF_STATES
     if protocol.user.kind == "model":
         message = rollout.max_tokens_per_turn + protocol.user.max_tokens
         used[key("user", "prefill")] += total * (turns + 1) * (USER_SYSTEM + turns * message // 2)

@@ -78,7 +78,7 @@ class State:
                 await self._connect()
             if place not in self._sessions:
                 session = await self._phase.enter_async_context(self._services[place].session())
-                metered = MeteredBackend(session, self.account.usage, self.states.add)
+                metered = MeteredBackend(session, self.account.usage, self.states)
                 self._sessions[place] = cast("Backend", metered)
         return self._sessions[place]
 
@@ -143,8 +143,42 @@ class State:
         The embedded server's states lie in the run directory, which the last phase tidies up.
         """
         if self._services and not self._services[0].embedded:
+            await self._reconcile()
             needed = self.needed()
             await self.delete([path for path in self.states.left() if path not in needed])
+
+    def left_over(self) -> list[str]:
+        """What the run saved at a service and did not delete; nothing on the embedded server, whose files stay here."""
+        if self.facts("service_preflight").get("endpoint", "embedded") == "embedded":
+            return []
+        needed = self.needed()
+        return [path for path in self.states.left() if path not in needed]
+
+    async def leave_as_found(self) -> None:
+        """Delete at the service all that is no result: a run that was killed before it could has to ask once more."""
+        at_a_service = self.facts("service_preflight").get("endpoint", "embedded") != "embedded"
+        if self._services:
+            await self.delete_superfluous()
+        elif at_a_service and (self.left_over() or self.states.unanswered()):
+            try:
+                await self.backend()  # connecting deletes them
+            except BackendError as error:
+                self.progress.line(f"      {error}")
+
+    async def _reconcile(self) -> None:
+        """Ask the service what came of the saves without an answer, and list those that are there.
+
+        One that it does not have is asked for again each time: what a killed process sent may still arrive.
+        """
+        for client, name in self.states.unanswered():
+            try:
+                there = await self._services[0].checkpoints(client)
+            except BackendError as error:
+                self.progress.line(f"      whether {name} was saved is not known, and not deleted: {error}")
+                continue
+            for path in there:
+                if path.rsplit("/", 1)[-1] == name:
+                    self.states.add(client, name, path)
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Delete saved states; one that the service does not let go of is said so, and left to its time limit."""

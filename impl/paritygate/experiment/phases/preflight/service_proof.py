@@ -5,6 +5,7 @@ import json
 
 from paritygate.errors import Refused
 from paritygate.experiment.plan.service_obligations import JSON, PAGE, RECEIPT, proof_settings, stands_on
+from paritygate.experiment.run.account.meter import MeteredProof
 from paritygate.experiment.run.journal import Record
 from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.state import State
@@ -28,6 +29,7 @@ async def service_proof(state: State) -> Decided:
     obligations, files = stands_on(state.exp), state.directory
 
     def save(report: Report) -> None:
+        state.account.record()  # what is committed is counted, wherever the process ends
         reports.write_json(files / JSON, report)
         reports.write(files / PAGE, reports.page(report, obligations))
         if report.results:
@@ -43,6 +45,7 @@ async def service_proof(state: State) -> Decided:
         settings=Settings(**proof_settings(state.exp)),
         limit=LIMIT,
         earlier=reports.read(files / JSON),
+        usage=MeteredProof(state.account.usage, state.states),
         save=save,
     )
     signed = receipt(report, obligations)

@@ -45,11 +45,11 @@ class Cost:
 
     @staticmethod
     def _kind(row: Record) -> str:
-        """The judge's and the user's tokens are kinds of their own."""
+        """The proof's, the judge's and the user's tokens are kinds of their own."""
         return str(row["kind"] if row["role"] == "policy" else row["role"])
 
 
-SHOWN = (*KINDS, "judge", "user")
+SHOWN = (*KINDS, "proof", "judge", "user")
 
 
 def millions(count: float) -> str:
@@ -60,7 +60,12 @@ def millions(count: float) -> str:
 def cost_of(exp: Experiment, used: Usage, hours: tuple[float, float], prices: Prices | None) -> Cost:
     """What `used` and (hours, GPU hours) come to."""
     wall, gpu = (round(spent, 4) for spent in hours)
-    models = {"policy": exp.base_model, "user": exp.protocol.user.model, "judge": exp.protocol.judge.model}
+    models = {
+        "policy": exp.base_model,
+        "proof": exp.base_model,
+        "user": exp.protocol.user.model,
+        "judge": exp.protocol.judge.model,
+    }
     rows: list[Record] = []
     for role in ROLES:
         for kind in KINDS:

@@ -1,13 +1,16 @@
 """Counts what is asked of a service: a backend that adds up tokens and notes saved states as it passes them on."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
+
+from paritygate.experiment.run.account.saved_states import SavedStates
+from paritygate.service.connection import Usage as ProofUsage
 
 if TYPE_CHECKING:
     from paritygate.backend import Backend, Datum, FwdBwd, Sample, Sampler, Trainer
 
-ROLES = ("policy", "user", "judge")
+ROLES = ("policy", "proof", "user", "judge")  # proof: of the service, on the policy's model
 KINDS = ("prefill", "sampled", "trained")
 SAVED = "saved_states"
 TTL_SECONDS = 14 * 24 * 3600
@@ -63,13 +66,41 @@ def metered(sampler: "Sampler", usage: Usage, role: str) -> "Sampler":
     return cast("Sampler", MeteredSampler(sampler, usage, role))
 
 
-class MeteredTrainer:
-    """A training client whose tokens are counted; `on_save` is told the path of every state that it saves."""
+class MeteredProof(ProofUsage):
+    """Counts what the proof of a service uses as the run's own, and lists the states that it saves."""
 
-    def __init__(self, trainer: "Trainer", usage: Usage, on_save: Callable[[str], None]) -> None:
+    def __init__(self, usage: Usage, states: SavedStates) -> None:
+        super().__init__()
+        self._usage = usage
+        self._states = states
+
+    def count(self, kind: str, tokens: int) -> None:
+        """As Usage's."""
+        super().count(kind, tokens)
+        with self._lock:
+            self._usage[key("proof", kind)] += tokens
+
+    def saving(self, run: str, name: str) -> None:
+        """As Usage's."""
+        self._states.intend(run, name)
+
+    def saved(self, run: str, name: str, path: str) -> None:
+        """As Usage's."""
+        self._usage[SAVED] += 1
+        self._states.add(run, name, path)
+
+    def deleted(self, path: str) -> None:
+        """As Usage's."""
+        self._states.drop(path)
+
+
+class MeteredTrainer:
+    """A training client whose tokens are counted, and whose saves are listed in `states`, before and after each."""
+
+    def __init__(self, trainer: "Trainer", usage: Usage, states: SavedStates) -> None:
         self._trainer = trainer
         self._usage = usage
-        self._on_save = on_save
+        self._states = states
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
@@ -88,28 +119,30 @@ class MeteredTrainer:
 
     async def snapshot(self, name: str, ttl_seconds: int | None = TTL_SECONDS) -> "Sampler":
         """As the trainer's; without another limit the service deletes it after TTL_SECONDS. None is for results."""
+        self._states.intend(self._trainer.model_id, name)
         sampler = await self._trainer.snapshot(name, ttl_seconds)
-        self._saved(str(sampler.path))
+        self._saved(name, str(sampler.path))
         return metered(sampler, self._usage, "policy")
 
     async def save(self, name: str, ttl_seconds: int | None = TTL_SECONDS) -> str:
         """As the trainer's, with the same limit."""
+        self._states.intend(self._trainer.model_id, name)
         path = await self._trainer.save(name, ttl_seconds)
-        self._saved(path)
+        self._saved(name, path)
         return path
 
-    def _saved(self, path: str) -> None:
+    def _saved(self, name: str, path: str) -> None:
         self._usage[SAVED] += 1
-        self._on_save(path)
+        self._states.add(self._trainer.model_id, name, path)
 
 
 class MeteredBackend:
     """A session whose training clients, and samplers of what they saved, are metered."""
 
-    def __init__(self, backend: "Backend", usage: Usage, on_save: Callable[[str], None]) -> None:
+    def __init__(self, backend: "Backend", usage: Usage, states: SavedStates) -> None:
         self._backend = backend
         self._usage = usage
-        self._on_save = on_save
+        self._states = states
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -128,4 +161,4 @@ class MeteredBackend:
         return sampler if model_path is None else metered(sampler, self._usage, "policy")
 
     def _metered(self, trainer: "Trainer") -> "Trainer":
-        return cast("Trainer", MeteredTrainer(trainer, self._usage, self._on_save))
+        return cast("Trainer", MeteredTrainer(trainer, self._usage, self._states))

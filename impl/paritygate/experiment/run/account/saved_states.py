@@ -1,4 +1,4 @@
-"""The states that a run has saved at a service, on the disk as soon as they are there, so that none is forgotten.
+"""The states that a run has saved at a service: on the disk before and after each save, so that none is forgotten.
 
 What is not in this list is not the run's, and never deleted.
 """
@@ -11,15 +11,23 @@ FILE = "saved_states.jsonl"
 
 
 class SavedStates:
-    """saved_states.jsonl of the run in `directory`: a line for each state saved, and one for each deleted."""
+    """saved_states.jsonl of the run in `directory`: a line before each save, one after it, and one for each deletion.
+
+    The line before a save names the training client (the service's id of it) and the state: a process that is killed
+    while the service saves leaves it without an answer, and the next one asks the service what came of it.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE
         drop_torn_tail(self._path)
 
-    def add(self, path: str) -> None:
-        """A state was saved."""
-        append_line(self._path, {"saved": path})
+    def intend(self, client: str, name: str) -> None:
+        """A state is about to be saved."""
+        append_line(self._path, {"saving": name, "client": client})
+
+    def add(self, client: str, name: str, path: str) -> None:
+        """It was saved, at `path`."""
+        append_line(self._path, {"saved": path, "name": name, "client": client})
 
     def drop(self, path: str) -> None:
         """A state was deleted."""
@@ -30,3 +38,10 @@ class SavedStates:
         lines = read_lines(self._path)
         deleted = {line["deleted"] for line in lines if "deleted" in line}
         return list(dict.fromkeys(line["saved"] for line in lines if "saved" in line and line["saved"] not in deleted))
+
+    def unanswered(self) -> list[tuple[str, str]]:
+        """(client, name) of the saves that a process was killed in, or whose answer was lost, in their order."""
+        lines = read_lines(self._path)
+        answered = {(line.get("client"), line.get("name")) for line in lines if "saved" in line}
+        intended = dict.fromkeys((line["client"], line["saving"]) for line in lines if "saving" in line)
+        return [save for save in intended if save not in answered]
