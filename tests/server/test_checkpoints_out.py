@@ -174,6 +174,14 @@ def test_runs_and_checkpoints_are_listed_and_kept_over_a_restart(tmp_path: Path)
         client.close("success").result()
 
 
+def test_a_state_saved_without_a_seed_is_read_again(client: Any, running: server.Running) -> None:
+    """The server draws the seed then, and its record has to hold it."""
+    trainer = client.create_lora_training_client(running.model_name, rank=2).result()
+    saved = trainer.save_state("unseeded").result().path
+    assert rest_client(running).get_training_run_by_tinker_path(saved).result().training_run_id == trainer.model_id
+    client.create_training_client_from_state_with_optimizer(saved).result()
+
+
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [

@@ -14,8 +14,8 @@ TOP = "scores.top[row + 1] = top_logprobs(logits_V, normalizer, scoring.top_k)"
 SEEDS: Edit = ("server/wire/sampling.py", "seed=seed if chosen is None else chosen,", "seed=seed,")
 ADAPTER_SEEDS: Edit = (
     WIRE,
-    "seed=secrets.randbits(63) if seed is None else seed",
-    "seed=secrets.randbits(63)",
+    "seed=secrets.randbits(53) if seed is None else seed",
+    "seed=secrets.randbits(53)",
 )
 
 

@@ -179,7 +179,7 @@ def decode_lora(body: Fields, limits: Limits) -> LoraSpec:
     seed = config.optional_integer("seed", low=-(2**63), high=2**64 - 1)
     spec = LoraSpec(
         rank=config.integer("rank", 32, low=1, high=limits.lora_rank),
-        seed=secrets.randbits(63) if seed is None else seed,
+        seed=secrets.randbits(53) if seed is None else seed,  # written into JSON, whose integers end at 2**53
         attn=config.flag("train_attn", True),
         mlp=config.flag("train_mlp", True),
         unembed=config.flag("train_unembed", True),
