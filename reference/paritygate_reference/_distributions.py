@@ -31,12 +31,13 @@ def exact_sum(terms: Array) -> float:
 def log_softmax(logits: ArrayLike, place: str = "row") -> Array:
     """Log-probabilities of a row of logits (V,), -inf allowed; ValueError naming `place`: NaN, +inf, all -inf."""
     row = np.asarray(logits, dtype=np.float64)
-    if np.isnan(row).any() or (row == math.inf).any():
-        raise ValueError(f"{place} holds {'NaN' if np.isnan(row).any() else '+inf'}")
-    if row.size == 0 or (row == -math.inf).all():
+    largest = row.max(initial=-math.inf)  # NaN where there is one
+    if not largest < math.inf:
+        raise ValueError(f"{place} holds {'NaN' if math.isnan(largest) else '+inf'}")
+    if largest == -math.inf:
         raise ValueError(f"{place} is all -inf: it is no distribution")
     top = int(np.argmax(row))
-    shifted = row - row[top]
+    shifted = row - largest
     others = np.delete(np.exp(shifted), top).sum()  # without the 1 of the largest, so that a sharp row keeps its digits
     return shifted - np.log1p(others)
 
@@ -103,8 +104,9 @@ def _exp_excess(x: Array) -> Array:
     """`exp(x) - 1 - x` without cancellation, for |x| < 0.5, by its Taylor series."""
     term, total = x * x / 2.0, np.zeros_like(x)
     for n in range(3, 20):
-        total = total + term
-        term = term * x / n
+        total += term
+        term *= x
+        term /= n
     return total
 
 

@@ -105,7 +105,8 @@ def logit_loss(
     Obligations: sdpo/logit_loss, sdpo/excluded_teacher, sdpo/empty.
     """
     options = _Options(divergence, mixture, top_k, tail, top_k_of, aggregation)
-    return _logit_loss(student_logits, teacher_logits, mask, options, importance_ratio)[0]
+    rows = _weighted_rows(student_logits, teacher_logits, mask, options, importance_ratio)
+    return float(sum(weight * _row_value(row, options) for _, weight, row in rows))
 
 
 def logit_loss_grad(
@@ -127,7 +128,11 @@ def logit_loss_grad(
     sdpo/service_weights, sdpo/service_gradient.
     """
     options = _Options(divergence, mixture, top_k, tail, top_k_of, aggregation)
-    return _logit_loss(student_logits, teacher_logits, mask, options, importance_ratio)[1]
+    rows = _weighted_rows(student_logits, teacher_logits, mask, options, importance_ratio)
+    grad = np.zeros(np.shape(student_logits))
+    for at, weight, row in rows:
+        grad[at] = weight * _row_gradient(row, options)
+    return grad
 
 
 class _Options(NamedTuple):
@@ -139,30 +144,35 @@ class _Options(NamedTuple):
     aggregation: str
 
 
-def _logit_loss(
+class _Row(NamedTuple):
+    student: Array  # logits (V,)
+    teacher: Array
+    log_p: Array  # log-probabilities (V,) of the student, of the kept entries alone where they are renormalised
+    kept: NDArray[np.intp]
+    p: Distribution
+    q: Distribution
+
+
+def _weighted_rows(
     student_logits: ArrayLike,
     teacher_logits: ArrayLike,
     mask: ArrayLike,
     options: _Options,
     importance_ratio: ArrayLike | None,
-) -> tuple[float, Array]:
+) -> list[tuple[tuple[int, ...], float, _Row]]:
+    """Each position (b, t) at mask 1 with what its divergence is multiplied with, where that is not 0."""
     student, teacher = np.asarray(student_logits, dtype=np.float64), np.asarray(teacher_logits, dtype=np.float64)
     mask_BT = _checks.zero_or_one("logit_loss", np.asarray(mask))
     _check_options(student, teacher, mask_BT, options)
     weights = aggregation_weights(mask_BT, options.aggregation)
     if importance_ratio is not None:
         weights = weights * _checks.ratios("logit_loss", importance_ratio, mask_BT)
-    loss, grad = 0.0, np.zeros_like(student)
-    for b, t in np.argwhere(mask_BT):
-        value, row = _row(student[b, t], teacher[b, t], options, f"({b}, {t})")
-        if weights[b, t] != 0.0:
-            loss += weights[b, t] * value
-            grad[b, t] = weights[b, t] * row
-    return float(loss), grad
+    rows = [(at, _row(student[at], teacher[at], options, f"{at}")) for at in map(tuple, np.argwhere(mask_BT).tolist())]
+    return [(at, weights[at], row) for at, row in rows if weights[at] != 0.0]
 
 
-def _row(student: Array, teacher: Array, options: _Options, place: str) -> tuple[float, Array]:
-    """The divergence of one row and its gradient with respect to the student's logits, (V,)."""
+def _row(student: Array, teacher: Array, options: _Options, place: str) -> _Row:
+    """One row's distributions over the kept entries, and the tail where there is one."""
     log_p = _distributions.log_softmax(student, f"logit_loss: student row {place}")
     log_q = _distributions.log_softmax(teacher, f"logit_loss: teacher row {place}")
     kept = np.arange(len(student))
@@ -174,6 +184,16 @@ def _row(student: Array, teacher: Array, options: _Options, place: str) -> tuple
             log_q = _distributions.renormalised(teacher, kept, f"logit_loss: teacher row {place}", options.top_k_of)
     use_tail = options.top_k is not None and options.tail
     p, q = (_distributions.bucketed(row, kept, use_tail) for row in (log_p, log_q))
+    return _Row(student, teacher, log_p, kept, p, q)
+
+
+def _row_value(row: _Row, options: _Options) -> float:
+    return divergence(row.p, row.q, options.divergence, options.mixture)
+
+
+def _row_gradient(row: _Row, options: _Options) -> Array:
+    """d `divergence` of a row / d the student's logits, (V,)."""
+    student, teacher, log_p, kept, p, q = row
     if options.divergence == "forward_kl":
         slopes = _distributions.forward_kl_slopes(p, q)
     elif options.divergence == "reverse_kl":
@@ -183,8 +203,7 @@ def _row(student: Array, teacher: Array, options: _Options, place: str) -> tuple
         slopes = _distributions.reverse_kl_slopes(p, q, log_ratio[kept])
     else:
         slopes = _distributions.jsd_slopes(p, q, options.mixture)
-    gradient = _distributions.logit_gradient(p, np.exp(log_p), kept, slopes)
-    return divergence(p, q, options.divergence, options.mixture), gradient
+    return _distributions.logit_gradient(p, np.exp(log_p), kept, slopes)
 
 
 def _check_options(student: Array, teacher: Array, mask: NDArray[np.bool_], options: _Options) -> None:

@@ -1,0 +1,35 @@
+"""The compiled kernels are built beside the first tests, which need none of them: seconds on a second core."""
+
+import gc
+import threading
+
+import pytest
+
+from paritygate.harness.session import obligations_of
+from paritygate.losses.engines import cpp
+from paritygate.server.model import products
+
+BUILDS: list[threading.Thread] = []
+
+
+def needs_kernels(item: pytest.Item) -> bool:
+    """Whether a test may ask for a compiled library."""
+    return not {"sdpo", "spod"}.isdisjoint(name.partition("/")[0] for name in obligations_of(item))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the builds where they are needed; what is imported by now is nothing for the garbage collector."""
+    ours = not session.config.getoption("--implementation") and not session.config.getoption("collectonly")
+    if ours and any(needs_kernels(item) for item in session.items):
+        BUILDS.extend(threading.Thread(target=build) for build in (cpp.unavailable, products.available))
+    for build in BUILDS:
+        build.start()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Wait for the libraries: asked for again meanwhile, they would be built twice."""
+    if needs_kernels(item):
+        for build in BUILDS:
+            build.join()
