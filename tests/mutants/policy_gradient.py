@@ -122,8 +122,8 @@ MUTANTS = (
         "thresholds read as distances from 1 (an epsilon of 0.2)",
         "policy_gradient/ppo_value",
         "losses/policy_gradient.py",
-        'return _loss(new, _ppo(new, old, weight, _bounds("ppo_loss", clip_low_threshold, clip_high_threshold)))',
-        "return _loss(new, _ppo(new, old, weight, (1.0 - clip_low_threshold, 1.0 + clip_high_threshold)))",
+        "return new, _clipped(_ratio(new.detach(), old, weight), weight, bounds)",
+        "return new, _clipped(_ratio(new.detach(), old, weight), weight, (1.0 - bounds[0], 1.0 + bounds[1]))",
     ),
     Mutant(
         "ppo-default-moved",
@@ -138,8 +138,8 @@ MUTANTS = (
         "log-ratio clamped to +-1 (verl clamps at 20)",
         "policy_gradient/ppo_value",
         "losses/policy_gradient.py",
-        "return _clipped(_ratio(new.detach(), old, weight), weight, bounds)",
-        "return _clipped(_ratio(new.detach(), old, weight).clamp(max=2.7), weight, bounds)",
+        "return new, _clipped(_ratio(new.detach(), old, weight), weight, bounds)",
+        "return new, _clipped(_ratio(new.detach(), old, weight).clamp(max=2.7), weight, bounds)",
     ),
     Mutant(
         "cispo-clips-the-gradient",

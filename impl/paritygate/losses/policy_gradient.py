@@ -82,8 +82,8 @@ def ppo_loss(
     interval of numbers at or above 0. Source: arXiv 1707.06347, equation 7.
     Obligations: policy_gradient/ppo_value, policy_gradient/ppo_gradient.
     """
-    new, old, weight = _checked("ppo_loss", logprobs, sampler_logprobs, advantages, validate)
-    return _loss(new, _ppo(new, old, weight, _bounds("ppo_loss", clip_low_threshold, clip_high_threshold)))
+    bounds = clip_low_threshold, clip_high_threshold
+    return _loss(*_ppo(logprobs, sampler_logprobs, advantages, bounds, validate))
 
 
 def ppo_grad(
@@ -99,8 +99,8 @@ def ppo_grad(
 
     Obligations: policy_gradient/ppo_gradient.
     """
-    new, old, weight = _checked("ppo_loss", logprobs, sampler_logprobs, advantages, validate)
-    return _grad(new, _ppo(new, old, weight, _bounds("ppo_loss", clip_low_threshold, clip_high_threshold)))
+    bounds = clip_low_threshold, clip_high_threshold
+    return _grad(*_ppo(logprobs, sampler_logprobs, advantages, bounds, validate))
 
 
 def cispo_loss(
@@ -117,8 +117,8 @@ def cispo_loss(
     Positions as `ppo_loss`. ValueError as `ppo_loss`, and a logprob of -inf that is read. Source: arXiv 2506.13585.
     Obligations: policy_gradient/cispo_value, policy_gradient/cispo_gradient.
     """
-    new, old, weight = _checked("cispo_loss", logprobs, sampler_logprobs, advantages, validate, finite=True)
-    return _loss(new, _cispo(new, old, weight, _bounds("cispo_loss", clip_low_threshold, clip_high_threshold)))
+    bounds = clip_low_threshold, clip_high_threshold
+    return _loss(*_cispo(logprobs, sampler_logprobs, advantages, bounds, validate))
 
 
 def cispo_grad(
@@ -134,8 +134,8 @@ def cispo_grad(
 
     Obligations: policy_gradient/cispo_gradient.
     """
-    new, old, weight = _checked("cispo_loss", logprobs, sampler_logprobs, advantages, validate, finite=True)
-    return _grad(new, _cispo(new, old, weight, _bounds("cispo_loss", clip_low_threshold, clip_high_threshold)))
+    bounds = clip_low_threshold, clip_high_threshold
+    return _grad(*_cispo(logprobs, sampler_logprobs, advantages, bounds, validate))
 
 
 def dro_loss(
@@ -177,7 +177,7 @@ def gspo_loss(
     and a mask that is not 0 or 1. Source: arXiv 2507.18071; no default of the bounds is documented.
     Obligations: policy_gradient/gspo_value, policy_gradient/gspo_gradient.
     """
-    bounds = _bounds("gspo_loss", clip_low_threshold, clip_high_threshold)
+    bounds = clip_low_threshold, clip_high_threshold
     return _loss(*_gspo(logprobs, sampler_logprobs, advantages, sequence_ratio_mask, bounds, validate))
 
 
@@ -195,7 +195,7 @@ def gspo_grad(
 
     Obligations: policy_gradient/gspo_gradient.
     """
-    bounds = _bounds("gspo_loss", clip_low_threshold, clip_high_threshold)
+    bounds = clip_low_threshold, clip_high_threshold
     return _grad(*_gspo(logprobs, sampler_logprobs, advantages, sequence_ratio_mask, bounds, validate))
 
 
@@ -221,13 +221,21 @@ def _grad(new: Tensor, objective: Objective) -> Tensor:
     return (0.0 - objective.slope).to(new.dtype)
 
 
-def _ppo(new: Tensor, old: Tensor, weight: Tensor, bounds: tuple[float, float]) -> Objective:
-    return _clipped(_ratio(new.detach(), old, weight), weight, bounds)
+def _ppo(
+    logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, bounds: tuple[float, float], validate: bool
+) -> tuple[Tensor, Objective]:
+    new, old, weight = _checked("ppo_loss", logprobs, sampler_logprobs, advantages, validate)
+    _check_bounds("ppo_loss", bounds)
+    return new, _clipped(_ratio(new.detach(), old, weight), weight, bounds)
 
 
-def _cispo(new: Tensor, old: Tensor, weight: Tensor, bounds: tuple[float, float]) -> Objective:
+def _cispo(
+    logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, bounds: tuple[float, float], validate: bool
+) -> tuple[Tensor, Objective]:
+    new, old, weight = _checked("cispo_loss", logprobs, sampler_logprobs, advantages, validate, finite=True)
+    _check_bounds("cispo_loss", bounds)
     slope = _ratio(new.detach(), old, weight).clamp(*bounds) * weight
-    return Objective(slope * torch.where(weight == 0, 0.0, new.detach().double()), slope)
+    return new, Objective(slope * torch.where(weight == 0, 0.0, new.detach().double()), slope)
 
 
 def _dro(
@@ -252,6 +260,7 @@ def _gspo(
     bounds: tuple[float, float],
     validate: bool,
 ) -> tuple[Tensor, Objective]:
+    _check_bounds("gspo_loss", bounds)
     new = as_float(logprobs, "logprobs")
     mask = as_mask(sequence_ratio_mask, new, "gspo_loss", validate=validate)
     same_shape("gspo_loss", logprobs=new, sequence_ratio_mask=mask)
@@ -275,10 +284,10 @@ def _ratio(new: Tensor, old: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight == 0, 0.0, new.double() - old).exp()
 
 
-def _bounds(name: str, low: float, high: float) -> tuple[float, float]:
+def _check_bounds(name: str, bounds: tuple[float, float]) -> None:
+    low, high = bounds
     if not 0.0 <= low <= high or low == math.inf:
         raise ValueError(f"{name}: clip_low_threshold {low} and clip_high_threshold {high} are no interval of ratios")
-    return low, high
 
 
 def _checked(
