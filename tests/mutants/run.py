@@ -118,6 +118,20 @@ def side_by_side(jobs: Sequence[tuple[Callable[[Any], Checked], Any]]) -> Iterat
         worker.join()
 
 
+def held(
+    kills: tuple[Callable[[Mutant], Checked], Sequence[Mutant]],
+    spares: tuple[Callable[[Mutant], Checked], Sequence[Mutant]],
+) -> list[str]:
+    """Each mutant killed and each harmless one spared, by the function beside it; what is not as the catalogue says."""
+    checks = [(word, check, m) for word, (check, some) in (("killed", kills), ("spared", spares)) for m in some]
+    complaints: list[str] = []
+    for number, (outcome, complaint) in side_by_side([check[1:] for check in checks]):
+        word, _, mutant = checks[number]
+        complaints += [complaint] if complaint else []
+        say("WRONG" if complaint else word, mutant, outcome.seconds)
+    return complaints
+
+
 def passes(tree: Path, tests: Sequence[str]) -> tuple[bool, str]:
     """Whether the tests pass in `tree`, and pytest's last lines; RuntimeError where pytest ran none of them.
 
@@ -174,13 +188,7 @@ def by_obligations(mutants: Sequence[Mutant], harmless: Sequence[Mutant], names:
     print(f"baseline: {'red' if wrong else 'green'} ({time.monotonic() - started:.0f} s)", flush=True)
     if wrong:
         return [f"no kill would mean anything: {wrong[0]}"]
-    checks = [("killed", kill, m) for m in mutants] + [("spared", spare, m) for m in harmless]
-    complaints: list[str] = []
-    for number, (outcome, complaint) in side_by_side([check[1:] for check in checks]):
-        word, _, mutant = checks[number]
-        complaints += [complaint] if complaint else []
-        say("WRONG" if complaint else word, mutant, outcome.seconds)
-    return complaints
+    return held((kill, mutants), (spare, harmless))
 
 
 def depart(mutant: Mutant) -> Checked:
@@ -221,13 +229,7 @@ def by_service(mutants: Sequence[Mutant], harmless: Sequence[Mutant]) -> list[st
     print(f"baseline of the service: {'red' if red else 'green'} ({time.monotonic() - started:.0f} s)", flush=True)
     if red:
         return [f"no departure would mean anything: {red}"]
-    checks = [("killed", depart, m) for m in mutants] + [("spared", stay, m) for m in harmless]
-    complaints: list[str] = []
-    for number, (outcome, complaint) in side_by_side([check[1:] for check in checks]):
-        word, _, mutant = checks[number]
-        complaints += [complaint] if complaint else []
-        say("WRONG" if complaint else word, mutant, outcome.seconds)
-    return complaints
+    return held((depart, mutants), (stay, harmless))
 
 
 def say(word: str, mutant: Mutant, seconds: float) -> None:
