@@ -145,6 +145,16 @@ def test_green_asks_for_every_declared_tolerance_of_the_device(book: Ledger) -> 
     assert len(shortfalls(required(SPEC, "cuda"), book.results())) == 1  # bfloat16, on the device only
 
 
+def test_a_loss_without_a_comparison_is_one_sentence_where_it_has_many_obligations() -> None:
+    wanted = {f"{loss}/{i}": {"min_comparisons": 2, "rows": []} for loss, n in (("a", 3), ("b", 4)) for i in range(n)}
+    assert shortfalls(wanted, {}) == [
+        *(f"a/{i} has 0 of the 2 comparisons that count" for i in range(3)),
+        "b has no comparison for any of its 4 obligations",
+    ]
+    met = {"b/0": {"comparisons": 2, "worst_margin": 0.5, "cells": []}}
+    assert shortfalls(wanted, met)[3:] == [f"b/{i} has 0 of the 2 comparisons that count" for i in (1, 2, 3)]
+
+
 def test_a_loss_that_the_spec_does_not_know() -> None:
     with pytest.raises(Refused, match="knows no loss 'ppo'"):
         required(SPEC, "cpu", ["toy", "ppo"])

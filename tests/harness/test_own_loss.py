@@ -158,12 +158,17 @@ def test_the_pieces_of_a_new_loss_fail_until_they_are_filled(bare: Stranger) -> 
     assert len(done.stdout.split()) == 5
     after = json.loads((bare.root / "spec/losses.json").read_text())
     assert after["losses"].pop("dpo")
+    assert after["tolerances"].pop("dpo")
+    assert after["tolerances"].pop("dpo_sixty_digits")
     assert after == before
     assert "1e-6, " in (bare.root / "spec/losses.json").read_text()  # what was there stands as it stood
     not_green(bare, bare.session("--losses", "dpo"), "dpo/value has 0 of the 100 comparisons that count")
     assert "A receipt for what was collected alone: --losses dpo\n" in bare.session("tests/parity/test_dpo.py")
     (bare.root / "src/my_losses/dpo.py").unlink()
-    assert "dpo is declared in the spec, and my_losses.dpo is not there" in bare.session("tests/parity/test_gspo.py")
+    output = bare.session("tests/parity/test_gspo.py")
+    assert "dpo is declared in the spec, and my_losses.dpo is not there" in output
+    assert "Traceback" not in output
+    assert "plugin.py" not in output  # a sentence for each test, and no place in the harness
     for name in ("gspo", "Not-A-Name"):
         done = bare.run("-m", "paritygate.harness", "new", name)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done

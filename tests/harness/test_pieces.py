@@ -29,7 +29,24 @@ def test_mutants_are_named_from_where_those_that_are_there_are(like_this_one: Pa
     assert all((like_this_one / path).is_file() for path in paths)
     text = (like_this_one / "tests/mutants/entropy_kl.py").read_text()
     assert '"losses/entropy_kl.py"' in text
-    assert "entropy_kl" in json.loads((like_this_one / "spec/losses.json").read_text())["losses"]
+
+
+def test_the_spec_gets_tolerance_classes_that_ask_for_a_reason_and_keeps_what_stands_there(like_this_one: Path) -> None:
+    before = (ROOT / "spec/losses.json").read_text()
+    write_pieces(project_at(like_this_one), "entropy_kl")
+    after = (like_this_one / "spec/losses.json").read_text()
+    assert set(before.split("\n")) <= set(after.split("\n"))
+    old, spec = json.loads(before), json.loads(after)
+    for name in ("entropy_kl", "entropy_kl_sixty_digits"):
+        assert spec["tolerances"].pop(name)["because"].startswith("TODO")
+    obligations = spec["losses"].pop("entropy_kl")["obligations"]
+    assert {name: obligation["tolerances"] for name, obligation in obligations.items()} == {
+        "entropy_kl/value": "entropy_kl",
+        "entropy_kl/gradient": "entropy_kl",
+        "entropy_kl/oracle": "entropy_kl_sixty_digits",
+    }
+    assert "float64 reference" in obligations["entropy_kl/oracle"]["claim"]
+    assert spec == old
 
 
 def test_without_mutants_they_are_named_from_the_root(like_this_one: Path) -> None:

@@ -59,8 +59,12 @@ def skipping(function: Callable[..., Any]) -> Callable[..., Any]:
     return asked
 
 
+class LossMissingError(ModuleNotFoundError):
+    """A loss of the spec without a module."""
+
+
 def losses_under_test(package: str, declared: Collection[str]) -> ModuleType:
-    """`package` with a submodule for each declared loss imported."""
+    """`package` with a submodule for each declared loss imported; LossMissingError: one is not there."""
     for name in declared:
         try:
             importlib.import_module(f"{package}.{name}")
@@ -68,5 +72,5 @@ def losses_under_test(package: str, declared: Collection[str]) -> ModuleType:
             if error.name != f"{package}.{name}":
                 raise
             message = f"{name} is declared in the spec, and {error.name} is not there (--losses shows others alone)."
-            raise ModuleNotFoundError(message, name=error.name) from None
+            raise LossMissingError(message, name=error.name) from None
     return importlib.import_module(package)

@@ -12,7 +12,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from paritygate.errors import BadInputError, Refused
 from paritygate.harness import ledger
-from paritygate.harness.implementation import Implementation, losses_under_test
+from paritygate.harness.implementation import Implementation, LossMissingError, losses_under_test
 from paritygate.harness.session import Session
 from paritygate.receipts.environment import require_device
 from paritygate.spec.losses import device_class, load_losses
@@ -89,7 +89,10 @@ def losses(pytestconfig: pytest.Config) -> Any:
         functions = {name for loss in declared.values() for name in loss["functions"]}
         return Implementation.of(package, frozenset(declared.keys() | functions))
     chosen = pytestconfig.getoption("--losses")
-    return losses_under_test(project_at(pytestconfig.rootpath).package, chosen.split(",") if chosen else declared)
+    try:
+        return losses_under_test(project_at(pytestconfig.rootpath).package, chosen.split(",") if chosen else declared)
+    except LossMissingError as error:
+        pytest.fail(str(error), pytrace=False)  # a sentence: every test asks for the losses
 
 
 @pytest.fixture(scope="session")

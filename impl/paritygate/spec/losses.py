@@ -93,21 +93,31 @@ def required(spec: Mapping[str, Any], device: str, losses: Iterable[str] | None 
 
 
 def shortfalls(wanted: Mapping[str, Mapping[str, Any]], results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One sentence for each obligation of `wanted` that `results` (from the ledger or a receipt) does not meet."""
+    """One sentence for each obligation of `wanted` that `results` (from the ledger or a receipt) does not meet.
+
+    One for a loss with more than three of which none was compared.
+    """
     missing: list[str] = []
-    for name, obligation in sorted(wanted.items()):
-        result = results.get(name)
-        least = obligation["min_comparisons"]
-        if result is None or result["comparisons"] < least:
-            made = 0 if result is None else result["comparisons"]
-            missing.append(f"{name} has {made} of the {least} comparisons that count")
+    for loss, obligations in itertools.groupby(sorted(wanted), key=lambda name: name.partition("/")[0]):
+        names = list(obligations)
+        if len(names) > 3 and not any(results.get(name, {}).get("comparisons") for name in names):
+            missing.append(f"{loss} has no comparison for any of its {len(names)} obligations")
             continue
-        if result["worst_margin"] > 1.0:
-            missing.append(f"{name} is outside its tolerance (worst margin {result['worst_margin']:.3g})")
-        met = {(cell["dtype"], cell["regime"]) for cell in result["cells"]}
-        missing.extend(
-            f"{name} was never compared in {dtype}, regime {regime}, for which it declares a tolerance"
-            for dtype, regime in obligation["rows"]
-            if (dtype, regime) not in met
-        )
+        missing.extend(words for name in names for words in _shortfalls_of(name, wanted[name], results.get(name)))
+    return missing
+
+
+def _shortfalls_of(name: str, obligation: Mapping[str, Any], result: Mapping[str, Any] | None) -> list[str]:
+    least, made = obligation["min_comparisons"], 0 if result is None else result["comparisons"]
+    if result is None or made < least:
+        return [f"{name} has {made} of the {least} comparisons that count"]
+    missing: list[str] = []
+    if result["worst_margin"] > 1.0:
+        missing.append(f"{name} is outside its tolerance (worst margin {result['worst_margin']:.3g})")
+    met = {(cell["dtype"], cell["regime"]) for cell in result["cells"]}
+    missing.extend(
+        f"{name} was never compared in {dtype}, regime {regime}, for which it declares a tolerance"
+        for dtype, regime in obligation["rows"]
+        if (dtype, regime) not in met
+    )
     return missing

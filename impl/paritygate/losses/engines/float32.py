@@ -1,6 +1,6 @@
 """SPOD's rows on the CPU by torch in float32, where there is no compiler: a few rows at a time, in buffers used again.
 
-Maximum and sum are kept diff and sums are float64, as in rows.hpp. A gradient `p - q` is a plain difference of float32
+Maximum and sum are kept apart and sums are float64, as in rows.hpp. A gradient `p - q` is a plain difference of float32
 where p is small beside the row's largest entry; elsewhere, where what they have in common would cancel, it is
 `(p + q) tanh(r / 2)` with r = log p - log q, which keeps the digits of r.
 """
