@@ -131,15 +131,15 @@ def test_both_commands_of_the_readme_exist() -> None:
     assert "make test" in (ROOT / ".ci/run").read_text()
 
 
-def test_the_table_of_attack_kinds_names_tests_that_exist() -> None:
-    table = (ROOT / "tests/guard/README.md").read_text()
-    rows = [line.split("|")[1:-1] for line in table.splitlines() if re.match(r"\| \d", line)]
-    assert [int(row[0]) for row in rows] == list(range(1, max(16, len(rows)) + 1))
-    for _, _, small, real in rows:
-        file, _, name = small.strip(" `").partition("::")
+def test_the_list_of_attack_kinds_names_tests_that_exist() -> None:
+    text = (ROOT / "tests/guard/README.md").read_text()
+    kinds = re.findall(r"^(\d+)\. .*\n    - small tree: `(.+)`\n(?:    - real tree: (.+)\n)?", text, re.MULTILINE)
+    assert [int(number) for number, _, _ in kinds] == list(range(1, max(16, len(kinds)) + 1))
+    for _, small, real in kinds:
+        file, _, name = small.partition("::")
         assert f"\ndef {name}" in (ROOT / "tests/guard" / file).read_text(), small
         if "`" in real:
-            assert f"\ndef {real.strip(' `')}(" in (ROOT / "tests/guard/test_real_tree.py").read_text(), real
+            assert f"\ndef {real.strip('`')}(" in (ROOT / "tests/guard/test_real_tree.py").read_text(), real
 
 
 # Names that say nothing to a reader who comes from elsewhere -> what stands in their place, where it is one word.
