@@ -67,9 +67,9 @@ def retrieve(http: httpx.Client, request_id: str) -> httpx.Response:
     return answer
 
 
-def saved(network: Any, folder: Path, name: str = "a") -> tuple[Store, Path]:
+def saved(network: Any, folder: Path, name: str = "a", seed: int = 1) -> tuple[Store, Path]:
     store = Store(folder)
-    store.save(Adapter(LoraSpec(2, 1), network.targets), "run", "weights", name, "m", **OPTIONS)
+    store.save(Adapter(LoraSpec(2, seed), network.targets), "run", "weights", name, "m", **OPTIONS)
     return store, folder / "run" / "weights" / name
 
 
@@ -183,10 +183,19 @@ def test_a_tampered_checkpoint_is_named_and_stops_nothing_else(network: Any, tmp
         file.mkdir()
     else:
         file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(RequestError, match="cannot be read"):
+    with pytest.raises(RequestError, match="cannot be read") as caught:
         store.find("tinker://run/weights/bad")
+    assert caught.value.status == 422  # the SDK repeats 5xx for five minutes
     assert [c.name for c in store.listed("run")] == ["good"]
     store.sweep()
+
+
+@pytest.mark.parametrize("seed", [2**53 - 1, 2**53 + 1, 2**63 - 1, 2**64 - 1, -(2**63)])
+def test_a_state_of_every_seed_comes_back(network: Any, tmp_path: Path, seed: int) -> None:
+    """One that the server drew itself has 63 bits."""
+    store, _ = saved(network, tmp_path, seed=seed)
+    assert store.find("tinker://run/weights/a").spec == LoraSpec(2, seed)
+    assert [c.seed for c in store.listed("run")] == [seed]
 
 
 def test_a_checkpoint_is_what_its_folder_is_called(network: Any, tmp_path: Path) -> None:

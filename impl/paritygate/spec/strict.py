@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,11 +30,11 @@ def read_plain(path: str | Path, most: int = MOST_BYTES) -> bytes:
         return file.read()
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes, largest: int = MOST_EXACT) -> Any:
     """The JSON value in `data`; raises ValueError, with what is wrong and where in one clause.
 
     Refused: anything but UTF-8 (a byte order mark, UTF-16, half of a surrogate pair), a key that occurs twice in one
-    object, NaN and infinities, integers beyond 2^53, floats that overflow, nesting too deep to be read.
+    object, NaN and infinities, integers beyond `largest`, floats that overflow, nesting too deep to be read.
     """
     try:
         value = json.loads(
@@ -41,7 +42,7 @@ def parse_json(data: bytes) -> Any:
             object_pairs_hook=unique_keys,
             parse_constant=_no_constant,
             parse_float=_finite,
-            parse_int=_exact,
+            parse_int=partial(_exact, largest=largest),
         )
         json.dumps(value, ensure_ascii=False).encode("utf-8")  # lone surrogates have no canonical form
     except json.JSONDecodeError as error:
@@ -69,9 +70,9 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _exact(text: str) -> int:
-    if len(text) > len(str(MOST_EXACT)) + 1 or abs(int(text)) > MOST_EXACT:
-        raise ValueError(f"the integer {text[:40]} is beyond 2^53, where readers of JSON differ")
+def _exact(text: str, largest: int) -> int:
+    if len(text) > len(str(largest)) + 1 or abs(int(text)) > largest:
+        raise ValueError(f"the integer {text[:40]} is beyond 2^{largest.bit_length()}, where readers of JSON differ")
     return int(text)
 
 

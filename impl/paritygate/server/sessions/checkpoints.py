@@ -24,7 +24,9 @@ from paritygate.server.wire.fields import Fields
 from paritygate.spec.strict import parse_json, read_plain
 
 ABANDONED_SECONDS = 3600.0
+DAMAGED = 422  # final: the SDK repeats what has a status of 500 for minutes, and no repetition mends a file
 RECORD = "checkpoint.json"
+LARGEST = 2**64 - 1  # a seed is any integer of 64 bits
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,255}")
@@ -167,7 +169,7 @@ class Store:
         return write
 
     def find(self, path: str) -> Checkpoint:
-        """The checkpoint of that path; RequestError (404) if there is none or it has expired."""
+        """The checkpoint of that path; RequestError: none or expired (404), or its record cannot be read (422)."""
         run, kind, name = self.parse(path)
         if not self._folder(run, kind, name).exists():
             with contextlib.suppress(OSError):  # a server was killed while it overwrote this checkpoint
@@ -175,14 +177,14 @@ class Store:
         file = self._folder(run, kind, name) / RECORD
         try:
             # Where it lies decides its name: somebody may have renamed or copied the folder.
-            data: dict[str, Any] = dict(parse_json(read_plain(file)))
+            data: dict[str, Any] = dict(parse_json(read_plain(file), LARGEST))
             data.update(run=run, kind=kind, name=name)
             checkpoint = Checkpoint(**data)
             _check(checkpoint)
         except (FileNotFoundError, NotADirectoryError):
             raise RequestError(f"there is no checkpoint {path}", 404) from None
         except (ValueError, TypeError, OSError) as error:
-            raise RequestError(f"checkpoint {path} cannot be read: {error}", 500) from error
+            raise RequestError(f"checkpoint {path} cannot be read: {error}", DAMAGED) from error
         if checkpoint.expires is not None and checkpoint.expires <= time.time():
             shutil.rmtree(file.parent, ignore_errors=True)
             raise RequestError(f"checkpoint {path} has expired", 404)
@@ -254,11 +256,11 @@ class Store:
         return path
 
     def unspill(self, path: Path, version: str) -> Snapshot:
-        """Read spilled weights and delete their file; RequestError (500) if they are gone."""
+        """Read spilled weights and delete their file; RequestError (422) if they are gone."""
         try:
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise RequestError(f"this sampler's weights, moved to {path}, cannot be read ({error})", 500) from error
+            raise RequestError(f"this sampler's weights, moved to {path}, cannot be read ({error})", DAMAGED) from error
         path.unlink(missing_ok=True)
         names = [name.removesuffix("|A") for name in tensors if name.endswith("|A")]
         pairs = {
@@ -298,7 +300,7 @@ class Store:
                 pass
             return load_file(path)
         except (OSError, SafetensorError) as error:
-            raise RequestError(f"checkpoint {checkpoint.path}: {file} cannot be read ({error})", 500) from error
+            raise RequestError(f"checkpoint {checkpoint.path}: {file} cannot be read ({error})", DAMAGED) from error
 
 
 def check_name(name: str) -> str:
