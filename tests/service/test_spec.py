@@ -35,6 +35,7 @@ def test_only_takes_groups_and_names_and_what_they_stand_on() -> None:
         "gradient/ppo",
         "gradient/cross_entropy",
     }
+    assert {entry.name for entry in chosen.entries if entry.group == "optimiser"} == {"optimiser/eps"}  # in two steps
     with pytest.raises(BadInputError, match="'gradients' is no group or obligation"):
         load().only(["gradients"])
 

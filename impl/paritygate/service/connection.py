@@ -12,7 +12,8 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -230,6 +231,38 @@ def with_limit(
     if error is not None:
         raise error
     return value
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A POST of the SDK, as it can be sent again; `answered` is when its answer had come, by time.monotonic."""
+
+    url: str
+    headers: dict[str, str]
+    body: bytes
+    answered: float
+
+
+@contextmanager
+def recorded(*ends: str) -> Generator[list[Sent]]:
+    """The POSTs of the SDK whose paths end so, in the order of their answers."""
+    import httpx
+
+    sent: list[Sent] = []
+    original = httpx.AsyncClient.send
+
+    async def send(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
+        body = await request.aread()
+        response = await original(client, request, **options)  # only now the request has the key
+        if request.method == "POST" and request.url.path.rstrip("/").endswith(ends):
+            sent.append(Sent(str(request.url), dict(request.headers), body, time.monotonic()))
+        return response
+
+    httpx.AsyncClient.send = send  # type: ignore[method-assign]
+    try:
+        yield sent
+    finally:
+        httpx.AsyncClient.send = original  # type: ignore[method-assign]
 
 
 def is_future(value: Any) -> bool:

@@ -52,8 +52,9 @@ class Obligations:
                     f"--only {one!r} is no group or obligation; the groups are {', '.join(_ordered(self))}."
                 )
         wanted = {e.name for e in self.entries if e.name in chosen or e.group in chosen}
-        needed = {need for e in self.entries if e.name in wanted for need in e.needs}
-        return Obligations(tuple(e for e in self.entries if e.name in wanted | needed), self.sha256, tuple(chosen))
+        for entry in reversed(self.entries):  # what an obligation stands on is checked before it
+            wanted |= {*entry.needs} if entry.name in wanted else set()
+        return Obligations(tuple(e for e in self.entries if e.name in wanted), self.sha256, tuple(chosen))
 
 
 def _ordered(obligations: Obligations) -> list[str]:

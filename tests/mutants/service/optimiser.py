@@ -79,7 +79,7 @@ MUTANTS = (
     Mutant(
         "eps-inside-the-root",
         "eps is added to the second moment, under the root",
-        "gradient/cross_entropy",
+        "optimiser/eps",
         TRAINING,
         MOVE,
         "parameter.addcdiv_(m / first, (v / second).add_(params.eps).sqrt_(), value=-params.learning_rate)",
@@ -128,7 +128,7 @@ MUTANTS = (
     Mutant(
         "clip-always-one",
         "gradients are clipped at a norm of 1, asked for or not (rows 45, 89)",
-        "gradient/cross_entropy_above_one",
+        "optimiser/clip_off",
         TRAINING,
         CLIP,
         "clip = params.grad_clip_norm or 1.0",

@@ -98,6 +98,15 @@ STATE = (
         "named = {n: p.detach().bfloat16().float().contiguous() for n, p in adapter.parameters()}",
     ),
     Mutant(
+        "states-of-large-seeds-are-lost",
+        "a seed that the service drew is larger than what it reads back, and a restore is refused",
+        "state/saved_exactly",
+        CHECKPOINTS,
+        "parse_json(read_plain(file), LARGEST)",
+        "parse_json(read_plain(file))",
+        ((WIRE, "seed=secrets.randbits(53)", "seed=secrets.randbits(63)"),),
+    ),
+    Mutant(
         "one-layer-is-not-loaded",
         "the weights of one layer do not come back (row 34, in an adapter)",
         "state/saved_exactly",

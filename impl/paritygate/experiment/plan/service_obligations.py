@@ -11,6 +11,7 @@ from paritygate.spec import Experiment
 ALL_ARMS = (
     "wire/models",  # the base model and the rank of the spec
     "value/importance_sampling",
+    "gradient/learns",  # the others compare steps with steps: only this one sees the wrong direction
     "gradient/cross_entropy",
     "gradient/importance_sampling",
     "gradient/masked",  # a position that is no action has advantage 0: it must leave no gradient

@@ -187,7 +187,9 @@ def several_targets(lab: Lab) -> Measured:
 def custom(lab: Lab) -> Measured:
     """forward_backward_custom with sum(logprobs^2) / 2 has the weights -logprobs."""
     if find_spec("torch") is None:
-        raise Undecided("the SDK computes custom losses with torch, in the client, and it is not installed here")
+        raise Undecided(
+            "the SDK computes custom losses in the client, with torch, which is not installed beside it here"
+        )
     data = lab.data(2, 8, salt=13)
     scale = lab.weight
 

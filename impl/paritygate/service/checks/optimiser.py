@@ -10,6 +10,7 @@ from paritygate.service.connection import Broken, Refusal
 from paritygate.service.lab import Lab, Moved, scale_of
 from paritygate.service.outcome import CONTRAST, Measured, Undecided
 
+USED_UP = (1.0, 0.0)  # the second has no gradient: nothing is said about the step of another gradient
 EPS_BETAS = (0.5, 0.9)  # a small correction of the second moment: eps before it would be more than twice as large
 SDK_BETAS = (0.9, 0.95)
 OTHER_BETAS = (0.5, 0.6)
@@ -75,16 +76,20 @@ def both_betas(lab: Lab) -> Measured:
 
 
 def eps(lab: Lab) -> Measured:
-    """eps is added after the root of the corrected second moment: the same equality, where eps is what is large."""
+    """eps is added after the root of the corrected second moment: the same equality, where eps is what is large.
+
+    After a gradient and none moments are multiples of it, so that no gradient is compared with k times it, which is the
+    same step with k eps only if eps is where it belongs.
+    """
     if lab.mixed:
         return _eps_ignored(lab)
     size = min(8 * lab.adam["eps"], EPS_LIMIT)
     rate = min(4 * lab.adam["learning_rate"], 9.0)
     with lab.session() as session:
-        got = _several_gradients(lab, session, EPS_BETAS, OPPOSED, eps=size, learning_rate=rate)
-        want = _memoryless(lab, session, EPS_BETAS, OPPOSED, rate=rate, eps=size)
+        got = _several_gradients(lab, session, EPS_BETAS, USED_UP, eps=size, learning_rate=rate)
+        want = _memoryless(lab, session, EPS_BETAS, USED_UP, rate=rate, eps=size)
         # Added before the bias correction of the second moment, as some libraries do.
-        wrong = _memoryless(lab, session, EPS_BETAS, OPPOSED, rate=rate, eps=size / np.sqrt(1 - EPS_BETAS[1] ** 2))
+        wrong = _memoryless(lab, session, EPS_BETAS, USED_UP, rate=rate, eps=size / np.sqrt(1 - EPS_BETAS[1] ** 2))
         gap, seen = lab.distance(got, want), lab.distance(wrong, want)
     because = f"with eps {size:.3g} the step is {gap:.3g} (relative) from Adam's; before the correction: {seen:.3g}"
     return Measured(gap, because, seen, lab.step_noise(want))
@@ -162,12 +167,16 @@ def decay_all(lab: Lab) -> Measured:
 
 
 def clip_off(lab: Lab) -> Measured:
-    """Without grad_clip_norm nothing is clipped: 200 times the gradient with 200 times eps is the same step."""
+    """Without grad_clip_norm nothing is clipped: 200 times the gradient with 200 times eps is the same step.
+
+    The weights nearly cancel, so that neither a datum's nor a call's reach 1: a division by their sum, which would look
+    like clipping, has no part in it.
+    """
     if lab.mixed:
         raise Undecided("the service takes only a tiny eps, at which Adam does not see the size of a gradient")
     data, eps = lab.data(2, 16, salt=7), lab.adam["eps"]
     unit = min(1.0, EPS_LIMIT / (200 * eps))  # eps ends at 1: where the calibrated one is large, begin lower
-    return homogeneity(lab, data, [unit * np.ones(len(d.tokens)) for d in data], (200.0,), unit)
+    return homogeneity(lab, data, [unit * np.resize([1.0, -0.98], len(d.tokens)) for d in data], (200.0,), unit)
 
 
 def clip(lab: Lab) -> Measured:

@@ -1,7 +1,6 @@
 """wire: every verb answers or refuses, requests are not carried out twice, and what is wrong is refused for good."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paritygate.service.client import Datum, Session, Trainer
-from paritygate.service.connection import Broken, NoAnswer, Refusal
+from paritygate.service.connection import Broken, NoAnswer, Refusal, Sent, recorded
 from paritygate.service.lab import Lab
 from paritygate.service.outcome import Measured, Undecided
 
@@ -103,7 +102,7 @@ def repeated_request(lab: Lab) -> Measured:
     journal = lab.connection.journal
     with lab.session() as session:
         trainer = session.restore(lab.warmed())
-        with _recorded("forward_backward", "optim_step") as sent:
+        with recorded("forward_backward", "optim_step") as sent:
             trainer.forward_backward(data)
             passes = len(sent)
             _send_again(lab, sent[:passes])
@@ -125,37 +124,15 @@ def repeated_request(lab: Lab) -> Measured:
     return Measured(gap, because, seen, lab.step_noise(want))
 
 
-@contextmanager
-def _recorded(*ends: str) -> Generator[list[tuple[str, dict[str, str], bytes]]]:
-    """The POSTs of the SDK whose paths end so: address, headers and body."""
-    import httpx
-
-    sent: list[tuple[str, dict[str, str], bytes]] = []
-    original = httpx.AsyncClient.send
-
-    async def send(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
-        body = await request.aread()
-        response = await original(client, request, **options)  # only now the request has the key
-        if request.method == "POST" and request.url.path.rstrip("/").endswith(ends):
-            sent.append((str(request.url), dict(request.headers), body))
-        return response
-
-    httpx.AsyncClient.send = send  # type: ignore[method-assign]
-    try:
-        yield sent
-    finally:
-        httpx.AsyncClient.send = original  # type: ignore[method-assign]
-
-
-def _send_again(lab: Lab, requests: list[tuple[str, dict[str, str], bytes]]) -> None:
+def _send_again(lab: Lab, requests: Sequence[Sent]) -> None:
     import httpx
 
     def send() -> list[int]:
         statuses: list[int] = []
         with httpx.Client(trust_env=False, timeout=lab.connection.limit) as client:
-            for url, headers, body in requests:
-                kept = {k: v for k, v in headers.items() if k.lower() not in ("host", "content-length")}
-                statuses.append(client.post(url, headers=kept, content=body).status_code)
+            for one in requests:
+                kept = {k: v for k, v in one.headers.items() if k.lower() not in ("host", "content-length")}
+                statuses.append(client.post(one.url, headers=kept, content=one.body).status_code)
         return statuses
 
     statuses = lab.connection.call("a repeated request", send)
