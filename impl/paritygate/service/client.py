@@ -235,8 +235,7 @@ class Trainer:
         self, verb: str, data: Sequence[Datum], loss: str, config: Mapping[str, float] | None
     ) -> Callable[[], Any]:
         """Submit without waiting; call the result to wait."""
-        batch, options = [datum.to_sdk() for datum in data], None if config is None else dict(config)
-        future = getattr(self.client, verb)(batch, loss, options)
+        future = self._submitted(verb, data, loss, config)
 
         def wait() -> Any:
             answer = future.result()
@@ -244,6 +243,10 @@ class Trainer:
             return answer
 
         return wait
+
+    def _submitted(self, verb: str, data: Sequence[Datum], loss: str, config: Mapping[str, float] | None) -> Any:
+        batch, options = [datum.to_sdk() for datum in data], None if config is None else dict(config)
+        return getattr(self.client, verb)(batch, loss, options)
 
     def _count(self, kind: str, data: Sequence[Datum]) -> None:
         self.connection.usage.count(kind, sum(len(datum.tokens) for datum in data))
@@ -262,9 +265,10 @@ class Trainer:
         self.connection.journal.add(f"{result} = wait({self.name}.{verb}([{code}], {loss!r}{more}))")
         answer = self.connection.call(
             f"{verb} ({loss})",
-            lambda: self.start_pass(verb, data, loss, config)(),  # noqa: PLW0108 - in the call's thread
+            lambda: self._submitted(verb, data, loss, config),
             limit,
         )
+        self._count("prefill" if verb == "forward" else "trained", data)
         return read_pass(answer, data)
 
     def custom(self, data: Sequence[Datum], loss: Callable[[Any, Any], Any], code: str) -> Pass:
@@ -391,28 +395,31 @@ class Sampler:
         )
         answer = self.connection.call(
             "sample",
-            lambda: self.start(prompt, count, options, params)(),  # noqa: PLW0108 - in the call's thread
+            lambda: self._submitted(prompt, count, options, params),
             limit,
         )
-        return read_sampled(answer)
+        return read_sampled(self._counted(prompt, answer))
 
     def start(
         self, prompt: Sequence[int], count: int, options: Mapping[str, Any], params: Mapping[str, Any]
     ) -> Callable[[], Any]:
         """Submit without waiting; call the result to wait."""
+        future = self._submitted(prompt, count, options, params)
+        return lambda: self._counted(prompt, future.result() if is_future(future) else future)
+
+    def _submitted(
+        self, prompt: Sequence[int], count: int, options: Mapping[str, Any], params: Mapping[str, Any]
+    ) -> Any:
         from tinker import types
 
-        future = self.client.sample(
+        return self.client.sample(
             types.ModelInput.from_ints(list(prompt)), count, types.SamplingParams(**params), **options
         )
 
-        def wait() -> Any:
-            answer = future.result() if is_future(future) else future
-            self.connection.usage.count("prefill", len(prompt))
-            self.connection.usage.count("sampled", sum(len(sequence.tokens) for sequence in answer.sequences))
-            return answer
-
-        return wait
+    def _counted(self, prompt: Sequence[int], answer: Any) -> Any:
+        self.connection.usage.count("prefill", len(prompt))
+        self.connection.usage.count("sampled", sum(len(sequence.tokens) for sequence in answer.sequences))
+        return answer
 
     def logprobs(self, tokens: Sequence[int]) -> Array:
         """compute_logprobs: (L,), NaN where the service has None."""

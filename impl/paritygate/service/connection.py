@@ -4,7 +4,6 @@ The SDK repeats requests that fail with 5xx for ever and blocks while a service 
 thread of its own, and a call that is not done in time is `NoAnswer`: an outcome, not a hanging program.
 """
 
-import contextlib
 import queue
 import socket
 import threading
@@ -13,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -167,7 +166,7 @@ def probe(base_url: str, api_key: str | None, seconds: float = 10.0) -> None:
             reason = f"GET {url} has HTTP status {error.code}"
             if error.code == 404:
                 break
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 request = urllib.request.Request(other, headers=headers)
                 if b"supported_models" in with_limit(
                     "capabilities", lambda r=request: _get(r, seconds / 2), seconds / 2
@@ -202,12 +201,18 @@ def _local(request: urllib.request.Request) -> bool:
 def with_limit(
     what: str, submit: Callable[[], T], seconds: float, watch: Callable[[], None] | None = None, every: float = 3.0
 ) -> T:
-    """Run in a daemon thread; NoAnswer after `seconds`. `watch` is called meanwhile; what it raises twice ends it."""
+    """Run in a daemon thread; NoAnswer after `seconds`. `watch` is called meanwhile; what it raises twice ends it.
+
+    What `submit` returns is waited for where it is a future, and cancelled where there is no answer: else the SDK goes
+    on asking, without a pause where the answer is 5xx, and all later calls are slow.
+    """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    sent: list[Any] = []
 
     def body() -> None:
         try:
             value: Any = submit()
+            sent.append(value)
             answers.put((value.result() if is_future(value) else value, None))
         except BaseException as error:
             answers.put((None, error))
@@ -221,6 +226,7 @@ def with_limit(
             break
         except queue.Empty:
             if rest <= every or watch is None:
+                _cancel(sent)
                 raise NoAnswer(what, seconds) from None
         try:
             watch()
@@ -263,6 +269,12 @@ def recorded(*ends: str) -> Generator[list[Sent]]:
         yield sent
     finally:
         httpx.AsyncClient.send = original  # type: ignore[method-assign]
+
+
+def _cancel(sent: list[Any]) -> None:
+    for value in sent:
+        with suppress(Exception):
+            (value.future() if hasattr(value, "future") else value).cancel()  # the SDK's own wrap one of the library's
 
 
 def is_future(value: Any) -> bool:
