@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, arguments: list[str]) -> int | str:
     from paritygate.extras import require
 
-    require("harness" if name == "verify" else name)
+    if name != "service":  # which needs less than its extra brings, and says so itself
+        require("harness" if name == "verify" else name)
     if name == "server":
         from paritygate.server.__main__ import main as command
     elif name == "service":

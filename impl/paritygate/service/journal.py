@@ -1,12 +1,16 @@
 """The calls of a check as lines of Python: a departure is reported as a program that anyone can run."""
 
 import re
+import textwrap
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 PREFACE = """\
+# {seen}
+# That was seen with tinker {sdk}; this needs it and NumPy, and the key in TINKER_API_KEY.
 import os
 import numpy as np
 import tinker
@@ -16,7 +20,7 @@ MODEL = {model!r}
 service = tinker.ServiceClient(base_url={base_url!r}, api_key=os.environ["TINKER_API_KEY"])
 
 def wait(call):
-    return call.result() if hasattr(call, "result") else call
+    return call.result(timeout=300) if hasattr(call, "result") else call
 
 def datum(tokens, targets, **inputs):
     inputs = {{name: np.asarray(value, np.float32) for name, value in inputs.items()}}
@@ -29,6 +33,7 @@ def logprobs(output):
 
 RESULT = re.compile(r"[olr]\d+ = wait\(")  # of a pass, of compute_logprobs, of sample
 PROBE = re.compile(r"p\d+ = logprobs\(")
+DATUM = re.compile(r"datum\([^()]*\)")
 
 
 @dataclass
@@ -75,7 +80,10 @@ class Journal:
         self._cache = {key: value for key, value in self._cache.items() if not key.startswith(prefix)}
 
     def program(self, base_url: str, model: str, seen: str) -> str:
-        """The lines after what they need, then `seen`; it prints distances, else what moved, else its last result."""
+        """`seen`, then the lines with what they need, each datum named once.
+
+        It prints distances, else what moved, else its last result.
+        """
         lines = [*self.lines]
         results, probes = ([line.split(" = ", 1)[0] for line in lines if kind.match(line)] for kind in (RESULT, PROBE))
         if not any(line.startswith("print(") for line in lines):
@@ -84,7 +92,12 @@ class Journal:
                 lines.append(f"print('largest change of a logprob since the first probe:', {change})")
             elif results:
                 lines.append(f"print({results[-1]})")
-        return PREFACE.format(base_url=base_url, model=model) + "\n".join(["", *lines, f"# seen: {seen}", ""])
+        data: dict[str, str] = {}
+        lines = [DATUM.sub(lambda code: data.setdefault(code[0], f"d{len(data) + 1}"), line) for line in lines]
+        named = [f"{name} = {code}" for code, name in data.items()]
+        comment = textwrap.fill(" ".join(seen.split()), 116, subsequent_indent="# ")
+        preface = PREFACE.format(base_url=base_url, model=model, seen=comment, sdk=version("tinker"))
+        return preface + "\n".join(["", *named, "", *lines, ""])
 
 
 def number(value: float) -> str:

@@ -157,7 +157,9 @@ class Lab:
         with self.session() as session:
             trainer = session.create(self.settings.rank, seed=11)
             for attempt in range(4):
-                trainer = session.create(self.settings.rank, seed=11) if attempt else trainer
+                if attempt:
+                    self.connection.journal.lines.clear()  # a program needs the attempt that moved enough
+                    trainer = session.create(self.settings.rank, seed=11)
                 before = trainer.forward(self.probes()).flat
                 for _ in range(2):
                     trainer.forward_backward(data)
@@ -247,8 +249,8 @@ class Lab:
         if not size > 0:
             raise Undecided("the step that is right did not move a single logprob")
         self.connection.journal.add(
-            f"print('relative distance:', np.linalg.norm({one.name} - {other.name}) "
-            f"/ np.linalg.norm({other.name} - {start.name}))"
+            f"print('{one.name} is', np.linalg.norm({one.name} - {other.name}) "
+            f"/ np.linalg.norm({other.name} - {start.name}), '(relative) from {other.name}')"
         )
         return float(np.linalg.norm(one.change - other.change)) / size
 

@@ -21,6 +21,7 @@ MEANING = {
     "undecided": "cannot be told: the noise or a departure below it is too large, or the service lacks what is needed",
     "refused": "the service says that it does not serve this",
 }
+ORDER = ("departs", "undecided", "refused", "holds")  # of the page: what is wrong comes first
 
 
 @dataclass
@@ -156,7 +157,7 @@ def page(report: Report, obligations: Obligations) -> str:
     noise = ", ".join(f"{name} {value:.2g}" for name, value in report.noise.items())
     counts = outcomes(report.results)
     rows: list[str] = []
-    for result in report.results:
+    for result in sorted(report.results, key=lambda result: ORDER.index(result.outcome)):
         entry = claims.get(result.name)
         claim = "" if entry is None else f"<br><small>{escape(entry.claim)}</small>"
         figure = "" if result.figure is None else f"{result.figure:.2g}"
