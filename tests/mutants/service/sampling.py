@@ -55,6 +55,15 @@ MUTANTS = (
         "seed=0 if chosen is None else chosen,",
     ),
     Mutant(
+        "one-sample-is-greedy",
+        "a request of one sample at temperature 1 takes the likeliest tokens, as hatchery-core 0.3.0 does",
+        "sampling/unseeded",
+        WIRE,
+        TEMPERATURE,
+        'temperature=params.number("temperature", 1.0, low=0, high=1e6) '
+        'if fields.integer("num_samples", 1, low=1, high=10**6) > 1 else 0.0,',
+    ),
+    Mutant(
         "samples-of-a-request-repeat",
         "the samples of one seeded request are identical (row 28)",
         "sampling/seed_distinct",

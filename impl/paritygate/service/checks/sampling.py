@@ -241,13 +241,18 @@ def seed_distinct(lab: Lab) -> Measured:
 
 
 def unseeded(lab: Lab) -> Measured:
-    """Two requests without a seed are draws of their own."""
+    """Requests without a seed are draws of their own, of one sample (which some services take greedily) or of four."""
     t = trained(lab)
-    one, other = (_sequences(t.sampler.sample(t.prompt, 4, max_tokens=12, temperature=1.0, stop=[])) for _ in range(2))
-    repeated = len(set(one) & set(other))
-    return Measured(
-        float(repeated), f"{repeated} of 4 samples of 12 tokens come again in another request without a seed"
+    requests = [
+        _sequences(t.sampler.sample(t.prompt, count, max_tokens=12, temperature=1.0, stop=[]))
+        for count in (4, 4, 1, 1, 1)
+    ]
+    samples = [sample for request in requests for sample in set(request)]
+    repeated = len(samples) - len(set(samples))
+    because = (
+        f"{repeated} samples of 12 tokens come again in another request without a seed, of 4, 4, 1, 1 and 1 samples"
     )
+    return Measured(float(repeated), because)
 
 
 def counts(lab: Lab) -> Measured:
@@ -302,11 +307,18 @@ def stop_token(lab: Lab) -> Measured:
 
 
 def stop_none(lab: Lab) -> Measured:
-    """stop=[] goes on to max_tokens, the end token included."""
+    """stop=[] goes on to max_tokens, the end token included; that one is drawn is shown by samples without `stop`."""
     t = trained(lab)
-    answer = t.sampler.sample(t.prompt, 16, max_tokens=40, temperature=1.0, seed=26, stop=[])
-    short = sum(len(sequence.tokens) != 40 or sequence.stopped for sequence in answer.sequences)
-    return Measured(float(short), f"with stop=[] {short} of {len(answer.sequences)} samples ended before 40 tokens")
+    free, plain = (
+        t.sampler.sample(t.prompt, BATCH, max_tokens=40, temperature=1.0, seed=26, **stop).sequences
+        for stop in ({"stop": []}, {})
+    )
+    short = sum(len(sequence.tokens) != 40 or sequence.stopped for sequence in free)
+    ended = sum(sequence.stopped for sequence in plain)
+    because = f"with stop=[] {short} of {len(free)} samples ended before 40 tokens; without stop {ended} did"
+    if not short and not ended:
+        raise Undecided(f"{because}: no end token was drawn")
+    return Measured(float(short), because)
 
 
 def stop_string(lab: Lab) -> Measured:
