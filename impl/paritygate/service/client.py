@@ -236,17 +236,15 @@ class Trainer:
     ) -> Callable[[], Any]:
         """Submit without waiting; call the result to wait."""
         future = self._submitted(verb, data, loss, config)
-
-        def wait() -> Any:
-            answer = future.result()
-            self._count("prefill" if verb == "forward" else "trained", data)
-            return answer
-
-        return wait
+        return lambda: self._counted(verb, data, future.result())
 
     def _submitted(self, verb: str, data: Sequence[Datum], loss: str, config: Mapping[str, float] | None) -> Any:
         batch, options = [datum.to_sdk() for datum in data], None if config is None else dict(config)
         return getattr(self.client, verb)(batch, loss, options)
+
+    def _counted(self, verb: str, data: Sequence[Datum], answer: Any) -> Any:
+        self._count("prefill" if verb == "forward" else "trained", data)
+        return answer
 
     def _count(self, kind: str, data: Sequence[Datum]) -> None:
         self.connection.usage.count(kind, sum(len(datum.tokens) for datum in data))
@@ -263,13 +261,8 @@ class Trainer:
         more = "" if config is None else f", {dict(config)}"
         code = ", ".join(datum.code() for datum in data)
         self.connection.journal.add(f"{result} = wait({self.name}.{verb}([{code}], {loss!r}{more}))")
-        answer = self.connection.call(
-            f"{verb} ({loss})",
-            lambda: self._submitted(verb, data, loss, config),
-            limit,
-        )
-        self._count("prefill" if verb == "forward" else "trained", data)
-        return read_pass(answer, data)
+        answer = self.connection.call(f"{verb} ({loss})", lambda: self._submitted(verb, data, loss, config), limit)
+        return read_pass(self._counted(verb, data, answer), data)
 
     def custom(self, data: Sequence[Datum], loss: Callable[[Any, Any], Any], code: str) -> Pass:
         """forward_backward_custom; `code` is `loss` as an expression of the program."""
@@ -393,11 +386,7 @@ class Sampler:
             f"{result} = wait({self.name}.sample(types.ModelInput.from_ints({list(prompt)}), {count}, "
             f"types.SamplingParams({settings}){more}))"
         )
-        answer = self.connection.call(
-            "sample",
-            lambda: self._submitted(prompt, count, options, params),
-            limit,
-        )
+        answer = self.connection.call("sample", lambda: self._submitted(prompt, count, options, params), limit)
         return read_sampled(self._counted(prompt, answer))
 
     def start(
