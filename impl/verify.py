@@ -45,14 +45,21 @@ def parity(root: Path, spec: str | None, device: str) -> str:
     from paritygate.receipts import guard
     from paritygate.spec.losses import load_losses
 
+    named: tuple[str, ...] = ()
     if spec is None:
         losses = tuple(load_losses(root)["losses"])
     else:
-        from paritygate.spec import load
+        from paritygate.spec import Experiment, load
 
-        losses = load(spec).losses
+        loaded = load(spec)
+        losses, named = loaded.losses, loaded.entry_points if isinstance(loaded, Experiment) else ()
     receipt = guard(root, losses, device)
-    return f"parity holds for {', '.join(losses)} on {device}: receipts/{receipt.path.name}"
+    lines = [f"parity holds for {', '.join(losses)} on {device}: receipts/{receipt.path.name}"]
+    for name in named:
+        from paritygate.experiment.run.entry_points import require
+
+        lines.append(f"parity holds for {name}: {require(name).path}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ REFUSED: dict[str, Any] = {
     "/arms/*/seed": 1,
     "/arms/*/hybrid_weight": 0.5,
     "/arms/*/top_k": 10,
+    "/arms/*/loss": "my_losses:gspo",  # of another kind than these arms
+    "/arms/*/teacher": True,
     "/batch_size": 8,
     "/correctness_preflight/paths/*/baseline_revision": "tinker-cookbook==9.9",
     "/correctness_preflight/paths/*/reference_revision": "tinker-cookbook==9.9",

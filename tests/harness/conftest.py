@@ -94,7 +94,7 @@ def bare_template(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def green_template(bare_template: Stranger, tmp_path_factory: pytest.TempPathFactory) -> Stranger:
     green = bare_template.copy(tmp_path_factory.mktemp("stranger") / "green")
     output = green.session("--losses", "gspo")
-    assert "parity: green, 2 obligations; receipts/parity-" in output, output
+    assert "parity: green, 3 obligations; receipts/parity-" in output, output
     return green
 
 

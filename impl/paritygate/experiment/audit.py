@@ -19,10 +19,11 @@ from paritygate.agent.trajectory import GRADED, Trajectory
 from paritygate.errors import BadInputError, Refused
 from paritygate.experiment.plan.service_obligations import JSON, RECEIPT, proof_settings, stands_on
 from paritygate.experiment.protocol import PHASES
+from paritygate.experiment.run.entry_points import GroupAdvantages, as_it_ran, folder
 from paritygate.experiment.run.journal import finite
 from paritygate.experiment.run.replay import replay
 from paritygate.experiment.step.advantages import group_advantages
-from paritygate.receipts import PhaseChain, canonical
+from paritygate.receipts import PhaseChain, canonical, read_parity_receipt
 from paritygate.receipts.environment import installed
 from paritygate.receipts.signature import run_signer
 from paritygate.service import report as reports
@@ -185,8 +186,25 @@ def check_evaluation(run_dir: Path, exp: Experiment) -> list[tuple[Path, Traject
     return trajectories
 
 
+def losses_of_arms(run_dir: Path, exp: Experiment) -> dict[str | None, GroupAdvantages]:
+    """The losses that arms name, as they ran; Refused unless the run's receipts of them are whole and those it names.
+
+    Their repositories have to be here, with the bytes of the run.
+    """
+    losses: dict[str | None, GroupAdvantages] = {}
+    for name in exp.entry_points:
+        copies = sorted(folder(run_dir, name).glob("parity-*.json"))
+        named = record_of(run_dir / "receipt.json")["predicate"]["buildDefinition"]["resolvedDependencies"]
+        digests = [entry["digest"]["sha256"] for entry in named if entry.get("name") == f"loss {name}"]
+        if [read_parity_receipt(path).sha256 for path in copies] != digests or len(digests) != 1:
+            raise Refused(f"{folder(run_dir, name)} does not hold the parity receipt that receipt.json names.")
+        losses[name] = as_it_ran(name, read_parity_receipt(copies[0]))
+    return losses
+
+
 def check_advantages(run_dir: Path, exp: Experiment) -> None:
     """Refused unless the advantages of every training step are those of its composites and logprobs."""
+    losses = losses_of_arms(run_dir, exp)
     for arm in exp.arms:
         for path in sorted((run_dir / "trajectories").glob(f"train-{arm.name}-*.jsonl")):
             lines = lines_of(path)
@@ -205,6 +223,7 @@ def check_advantages(run_dir: Path, exp: Experiment) -> None:
                     [None if teacher is None else teacher["logprobs"] for teacher in teachers],
                     clip=exp.protocol.advantage.clip,
                     hybrid_weight=arm.hybrid_weight,
+                    loss=losses.get(arm.loss),
                 )
                 for line, row in zip(group, advantages, strict=True):
                     if any(abs(a - b) > CLOSE for a, b in zip(line["advantages"], row, strict=True)):

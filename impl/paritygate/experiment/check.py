@@ -17,6 +17,7 @@ from paritygate.experiment.plan.design import (
 )
 from paritygate.experiment.plan.price import cost_at_most, price_lines
 from paritygate.experiment.protocol import PHASES
+from paritygate.experiment.run.entry_points import require
 from paritygate.receipts import require_parity
 from paritygate.spec import Experiment
 
@@ -102,7 +103,7 @@ def _overview(exp: Experiment, device: str) -> tuple[str, ...]:
     protocol = exp.protocol
     user = protocol.user.model if protocol.user.kind == "model" else "scripted"
     judge = protocol.judge.model if protocol.judge.kind == "model" else "rule-based"
-    arms = ", ".join(f"{arm.name} ({arm.kind})" for arm in exp.arms)
+    arms = ", ".join(f"{arm.name} ({arm.loss or arm.kind})" for arm in exp.arms)
     return (
         f"spec: {exp.path}",
         f"policy: {exp.base_model}, LoRA rank {exp.lora_rank}, Adam lr {exp.optimizer.lr:g}",
@@ -142,12 +143,21 @@ def _asked(exp: Experiment) -> tuple[str, ...]:
 def _conditions(exp: Experiment, root: Path | None, device: str) -> tuple[str, ...]:
     needed = f"a green parity receipt for exactly this tree, for the losses {', '.join(exp.losses)} on {device}"
     lines = [needed if root is None else f"{needed}: {_parity(exp, root, device)}"]
+    for name in exp.entry_points:
+        lines.append(f"a green parity receipt of its own repository for the loss {name}: {_of_entry_point(name)}")
     if os.environ.get("TINKER_BASE_URL") or exp.protocol.service.embedded_model is None:
         lines.append("a full run: parity is shown again in a clean worktree (or --trust-receipt with a signed receipt)")
     if exp.unresolved:
         places = ", ".join(exp.unresolved)
         lines.insert(0, f"UNRESOLVED: the spec is unresolved, no revision is pinned at {places}; a run is refused")
     return tuple(lines)
+
+
+def _of_entry_point(name: str) -> str:
+    try:
+        return f"there is one, {require(name).path.name}"
+    except ParityGateError as refusal:
+        return f"not now ({refusal})"
 
 
 def _parity(exp: Experiment, root: Path, device: str) -> str:

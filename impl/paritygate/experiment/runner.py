@@ -11,6 +11,7 @@ from paritygate.experiment.correctness.parity import is_full_run, refuse_another
 from paritygate.experiment.protocol import PHASES, Phase
 from paritygate.experiment.run.account.cost import prices_of
 from paritygate.experiment.run.directory import choose_directory, make_directory, write_spec
+from paritygate.experiment.run.entry_points import find, require
 from paritygate.experiment.run.environment import load_source
 from paritygate.experiment.run.journal import finite
 from paritygate.experiment.run.options import Options
@@ -123,7 +124,11 @@ def check_inputs(exp: Experiment, options: Options, directory: Path, *, served: 
             f"{exp.path} names no embedded model to stand in for {exp.base_model}: set TINKER_BASE_URL (and "
             "TINKER_API_KEY) to a service that has it."
         )
+    for name in exp.entry_points:
+        find(name)
     require_parity(options.root, exp.losses, options.device, resumed=directory)
+    for name in exp.entry_points:
+        require(name, directory)
 
 
 async def meet_service(exp: Experiment) -> None:

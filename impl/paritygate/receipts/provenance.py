@@ -91,6 +91,12 @@ def named(statement: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_other_code(root: Path | str, parity: ParityReceipt) -> None:
     """Raise Refused when a module or native library of this process has other bytes than parity was shown for."""
+    refuse_other_sources(root, parity)
+    refuse_other_libraries(LIBRARIES, parity)
+
+
+def refuse_other_sources(root: Path | str, parity: ParityReceipt) -> None:
+    """Raise Refused when a module of this process under `root` has other bytes than parity was shown for."""
     shown, root = parity.subjects, Path(root).resolve()
     for path, sha256 in sorted(LOADED.items()):
         name = os.path.relpath(path, root).replace(os.sep, "/")
@@ -100,7 +106,6 @@ def refuse_other_code(root: Path | str, parity: ParityReceipt) -> None:
             raise Refused(
                 f"{name} ran with other bytes than {parity.path.name} was shown for: it was edited meanwhile."
             )
-    refuse_other_libraries(LIBRARIES, parity)
 
 
 def refuse_other_libraries(opened: Mapping[str, str], parity: ParityReceipt) -> None:

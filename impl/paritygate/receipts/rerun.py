@@ -13,6 +13,7 @@ from paritygate.receipts.files import write_atomic
 from paritygate.receipts.git import git
 from paritygate.receipts.parity import NAME, ParityReceipt, read_parity_receipt
 from paritygate.receipts.subjects import difference, subjects
+from paritygate.spec.losses import load_losses
 from paritygate.spec.project import project_at
 
 KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
@@ -40,7 +41,7 @@ def rerun_parity(root: Path | str, receipt: ParityReceipt, device: str) -> Parit
         with clean_worktree(root, Path(scratch) / "tree", scrubbed) as tree:
             if change := difference(subjects(tree), subjects(root)):
                 raise Refused(f"{change} since the last commit: a full run shows parity of a commit; commit it first.")
-            fresh = run_parity(tree, device, receipt.part("hypothesis")["seed"], scrubbed)
+            fresh = run_parity(tree, device, receipt, scrubbed)
             compare_receipts(receipt, fresh)
             path = root / project_at(root).receipts / fresh.path.name
             if not path.exists():
@@ -63,11 +64,16 @@ def clean_worktree(root: Path, tree: Path, environment: dict[str, str]) -> Gener
             git(root, "worktree", "remove", "--force", str(tree), inherited=environment)
 
 
-def run_parity(tree: Path, device: str, seed: str | None, environment: dict[str, str]) -> ParityReceipt:
-    """The receipt of a parity session in `tree`, a process of its own; raises Refused, with its words, if not green."""
-    project = project_at(tree)
+def run_parity(tree: Path, device: str, claimed: ParityReceipt, environment: dict[str, str]) -> ParityReceipt:
+    """The receipt of a session in `tree` for the losses of `claimed`; raises Refused, with its words, if not green."""
+    project, seed = project_at(tree), claimed.part("hypothesis")["seed"]
+    shown = {name.partition("/")[0] for name in claimed.part("obligations")}
     command = [sys.executable, "-I", "-m", "pytest", project.tests, "-q", "-x", "--device", device]
     command += ["-c", str(tree / "pyproject.toml"), "--rootdir", str(tree), "-p", "no:cacheprovider"]
+    if "paritygate" not in project.homes:
+        command += ["-p", "paritygate_pytest"]  # here tests/conftest.py registers it
+    if shown != set(load_losses(tree)["losses"]):
+        command += ["--losses", ",".join(sorted(shown))]
     if seed is not None:
         command += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-seed={seed}"]
     committed = set(tree.glob(f"{project.receipts}/parity-*.json"))

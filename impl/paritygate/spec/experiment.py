@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from paritygate.spec.protocol import Comparison, Protocol
 
-ArmKind = Literal["grpo", "sdpo_token", "sdpo_sequence", "sdpo_logit", "hybrid"]
+ArmKind = Literal["grpo", "sdpo_token", "sdpo_sequence", "sdpo_logit", "hybrid", "entry_point"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,7 @@ class Arm:
     """One training arm: nothing but `kind` (and what belongs to it) may differ between arms.
 
     `hybrid_weight` is lambda of lambda A_grpo + (1 - lambda) A_sdpo; `top_k` is the teacher's top-k of `sdpo_logit`.
+    `loss` is the PACKAGE:LOSS of an `entry_point`, proven in its own repository; `teacher`: whether it reads a teacher.
     """
 
     name: str
@@ -24,16 +25,18 @@ class Arm:
     seed: int
     hybrid_weight: float
     top_k: int
+    loss: str | None = None
+    teacher: bool = False
 
     @property
     def needs_teacher(self) -> bool:
         """Whether the arm's advantage scores trajectories under the feedback-conditioned teacher."""
-        return self.kind != "grpo"
+        return self.teacher if self.kind == "entry_point" else self.kind != "grpo"
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """Names in spec/losses.json that this arm stands on."""
-        names = {"grpo": ("grpo",), "hybrid": ("grpo", "sdpo")}.get(self.kind, ("sdpo",))
+        """Names in this repository's spec/losses.json that this arm stands on."""
+        names = {"grpo": ("grpo",), "hybrid": ("grpo", "sdpo"), "entry_point": ()}.get(self.kind, ("sdpo",))
         return (*names[:1], "policy_gradient", *names[1:])
 
 
@@ -223,6 +226,11 @@ class Experiment:
     def losses(self) -> tuple[str, ...]:
         """Names in spec/losses.json that the arms stand on."""
         return tuple(sorted({loss for arm in self.arms for loss in arm.losses}))
+
+    @property
+    def entry_points(self) -> tuple[str, ...]:
+        """PACKAGE:LOSS of the arms whose loss another repository has."""
+        return tuple(sorted({arm.loss for arm in self.arms if arm.loss is not None}))
 
     def arm(self, name: str) -> Arm:
         """The arm called `name`; KeyError otherwise."""

@@ -23,7 +23,12 @@ NUMERIC_METRICS = frozenset(
 )
 NAME_METRICS = frozenset({"executed_base_model"})
 
-OF_ONE_KIND = {"hybrid_weight": "hybrid", "top_k": "sdpo_logit"}  # keys of an arm -> the kind that reads them
+OF_ONE_KIND = {  # keys of an arm -> the kind that reads them
+    "hybrid_weight": "hybrid",
+    "top_k": "sdpo_logit",
+    "loss": "entry_point",
+    "teacher": "entry_point",
+}
 
 # What the protocol does whatever the arms are; a spec that says otherwise describes another experiment.
 FIXED_FEATURES = {
@@ -44,7 +49,11 @@ def arm_findings(document: dict[str, Any]) -> Iterator[Finding]:
     for index, arm in enumerate(document["arms"]):
         if names.index(arm["name"]) != index:
             yield Finding(pointer(["arms", index, "name"]), f"two arms are called {arm['name']!r}")
-        if "kind" not in arm and arm["name"] not in get_args(ArmKind):
+        if arm.get("kind", arm["name"]) == "entry_point" and arm["loss"] is None:
+            yield Finding(
+                pointer(["arms", index, "loss"]), "an arm of kind entry_point names its loss, as PACKAGE:LOSS"
+            )
+        if "kind" not in arm and arm["loss"] is None and arm["name"] not in get_args(ArmKind):
             kinds = ", ".join(get_args(ArmKind))
             yield Finding(
                 pointer(["arms", index, "kind"]), f"the name does not tell the kind of arm: give one of {kinds}"

@@ -46,7 +46,8 @@ def _experiment(path: Path, document: dict[str, Any]) -> Experiment:
     if findings:
         raise SpecError(path, findings)
     for arm in document["arms"]:
-        arm.setdefault("kind", arm["name"] if arm["name"] in get_args(ArmKind) else None)
+        named = "entry_point" if arm["loss"] is not None else arm["name"]
+        arm.setdefault("kind", named if named in get_args(ArmKind) else None)
     comparison = document["protocol"]["comparison"]
     comparison["baseline"] = comparison["baseline"] or document["arms"][0]["name"]
     comparison["treatment"] = comparison["treatment"] or document["arms"][1]["name"]

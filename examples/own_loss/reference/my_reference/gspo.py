@@ -39,3 +39,8 @@ def grad(
     clipped = np.where(advantages > 0, ratio > 1 + high, ratio < 1 - low)
     slope = np.where(clipped, 0.0, -ratio * advantages) / np.maximum(mask.sum(-1), 1) / max(int(some.sum()), 1)
     return np.where(mask == 1, slope[:, None], 0.0)
+
+
+def advantages(logprobs: np.ndarray, composites: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """-d L / d logprobs (B, T) at the log-probabilities that sampled, s_i = 1, for centred composites (B,)."""
+    return -grad(logprobs, logprobs, composites - composites.mean(), mask)

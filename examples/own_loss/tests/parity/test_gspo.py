@@ -1,5 +1,7 @@
 """GSPO against its definition: ragged masks, ratios on both sides of the clip, both signs of the advantage."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -38,3 +40,17 @@ def test_value_and_gradient(losses, device, dtype):
         compare("gspo/gradient", gradient, reference.grad(*batch, low=0.02, high=0.03), dtype=dtype)
 
     value_and_gradient_are_the_reference_s()
+
+
+@pytest.mark.obligation("gspo/advantages")
+def test_the_advantages_of_an_arm(losses):
+    @settings(max_examples=50)
+    @given(batches("float64"))
+    def advantages_are_minus_the_gradient(batch):
+        sampled, _, composites, mask = batch
+        rows = zip(composites, mask, np.where(mask == 0, np.nan, sampled), strict=True)
+        group = [SimpleNamespace(composite=c, mask=m.tolist(), logprobs=p.tolist()) for c, m, p in rows]
+        defined = reference.advantages(sampled, composites, mask)
+        compare("gspo/advantages", np.array(losses.gspo.advantages(group)), defined, dtype="float64")
+
+    advantages_are_minus_the_gradient()

@@ -4,6 +4,7 @@ import asyncio
 import os
 
 from paritygate.errors import BadInputError
+from paritygate.experiment.run.entry_points import guarded
 from paritygate.experiment.run.state import State
 from paritygate.receipts import ParityReceipt, guard
 
@@ -30,6 +31,16 @@ async def show_parity(state: State) -> ParityReceipt:
     )
 
 
+async def show_entry_points(state: State) -> dict[str, ParityReceipt]:
+    """The same of each loss that an arm names by its entry point, in its own repository; raises Refused (exit 3)."""
+    options = state.options
+    full_run, trust = is_full_run(), options.trust_receipt
+    return {
+        name: await asyncio.to_thread(guarded, name, full_run=full_run, trust_receipt=trust, say=state.progress.line)
+        for name in state.exp.entry_points
+    }
+
+
 async def show_parity_of_a_resumed_run(state: State) -> str | None:
     """Show parity again where the run began without a service and goes on at one: sha256 of what that left, else None.
 
@@ -38,6 +49,7 @@ async def show_parity_of_a_resumed_run(state: State) -> str | None:
     facts = state.facts("correctness_preflight")
     if not is_full_run() or facts.get("full_run", False) or not facts:
         return None
+    await show_entry_points(state)
     return (await show_parity(state)).sha256
 
 

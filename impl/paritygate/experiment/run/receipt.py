@@ -3,6 +3,7 @@
 import dataclasses
 
 from paritygate.experiment.run.account.cost import TABLE
+from paritygate.experiment.run.entry_points import folder, project_of
 from paritygate.experiment.run.journal import Record, finite, read_lines
 from paritygate.experiment.run.state import State
 from paritygate.receipts import canonical, sha256_file, write_atomic
@@ -79,7 +80,22 @@ def dependencies(state: State) -> list[Record]:
         described.append(
             {"name": f"tokenizer of {model}", "digest": {"sha256": tokenizer["sha256"]}, "annotations": what}
         )
-    return described
+    return described + [entry_point(state, name) for name in exp.entry_points]
+
+
+def entry_point(state: State, name: str) -> Record:
+    """A loss that an arm names: the receipt that it was shown by, and the digest of each source of its repository.
+
+    Raises Refused where code of it that ran is not what the receipt was shown for.
+    """
+    from paritygate.receipts import read_parity_receipt
+    from paritygate.receipts.provenance import refuse_other_sources
+
+    [path] = folder(state.directory, name).glob("parity-*.json")
+    receipt = read_parity_receipt(path)
+    refuse_other_sources(project_of(name).root, receipt)
+    sources = {file: sha256 for file, sha256 in receipt.subjects.items() if not file.startswith("installed/")}
+    return {"name": f"loss {name}", "digest": {"sha256": receipt.sha256}, "annotations": {"sources": sources}}
 
 
 def reference_digest(state: State) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from paritygate.agent.rollouts import Group, Rollout, flat
 from paritygate.backend import Datum, Sampler, policy_gradient_datum
+from paritygate.experiment.run.entry_points import load
 from paritygate.experiment.step.advantages import group_advantages
 from paritygate.experiment.step.logit import logit_datums
 from paritygate.spec.experiment import Arm, Experiment
@@ -57,6 +58,7 @@ async def make_batch(
 def batch_advantages(exp: Experiment, arm: Arm, groups: Sequence[Group]) -> list[list[float]]:
     """One advantage a token for every rollout of the step; ValueError names task and rollout."""
     rows: list[list[float]] = []
+    loss = load(arm.loss) if arm.loss is not None else None
     for group in groups:
         try:
             rows += group_advantages(
@@ -67,6 +69,7 @@ def batch_advantages(exp: Experiment, arm: Arm, groups: Sequence[Group]) -> list
                 [rollout.teacher_logprobs for rollout in group.rollouts],
                 clip=exp.protocol.advantage.clip,
                 hybrid_weight=arm.hybrid_weight,
+                loss=loss,
             )
         except ValueError as error:
             raise ValueError(f"task {group.task_index}, {error}") from None

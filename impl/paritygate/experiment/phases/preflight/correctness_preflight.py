@@ -6,7 +6,8 @@ What a model makes of the losses, the service shows itself, in the phase service
 from paritygate.errors import Refused
 from paritygate.experiment.correctness import paths
 from paritygate.experiment.correctness.comparison import Comparison
-from paritygate.experiment.correctness.parity import is_full_run, show_parity
+from paritygate.experiment.correctness.parity import is_full_run, show_entry_points, show_parity
+from paritygate.experiment.run.entry_points import folder
 from paritygate.experiment.run.journal import Record
 from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.state import State
@@ -19,6 +20,11 @@ async def correctness_preflight(state: State) -> Decided:
     """Raises Refused (exit 3) unless parity holds and every comparison is within the spec's tolerances."""
     receipt = await show_parity(state)
     write_atomic(state.directory / receipt.path.name, canonical(receipt.statement))
+    receipts = await show_entry_points(state)
+    copies = {name: folder(state.directory, name) / shown.path.name for name, shown in receipts.items()}
+    for name, path in copies.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, canonical(receipts[name].statement))
     comparisons: list[Comparison] = []
     for path in state.exp.correctness_preflight.paths:
         if path.id not in EXPECTED:
@@ -33,16 +39,18 @@ async def correctness_preflight(state: State) -> Decided:
         "parity": receipt.sha256,
         "full_run": is_full_run(),  # whether parity was shown again, not only its receipt read
         "obligations": _covered(receipt, state.exp.losses),
+        "entry_points": {name: shown.sha256 for name, shown in receipts.items()},
         "comparisons": [comparison.to_json() for comparison in comparisons],
         "cookbook": "live and recorded"
         if paths.cookbook_installed()
         else "recorded numbers (the pinned tinker-cookbook is not installed)",
     }
+    losses = ", ".join([*state.exp.losses, *receipts])
     return Decided(
-        f"parity holds for {', '.join(state.exp.losses)}; {len(comparisons)} comparisons on both paths pass",
+        f"parity holds for {losses}; {len(comparisons)} comparisons on both paths pass",
         f"{receipt.path.name} fits this tree; losses and gradients agree; cookbook: {facts['cookbook']}",
         facts,
-        [receipt.path.name],
+        [receipt.path.name, *(str(path.relative_to(state.directory)) for path in copies.values())],
     )
 
 
