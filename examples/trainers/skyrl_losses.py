@@ -41,7 +41,7 @@ def group_mean_advantage(rewards):
 
 def estimator(name):
     """Its estimators of the KL to a reference."""
-    return lambda logprobs, reference: ppo_utils.compute_approx_kl(logprobs, reference, kl_estimator_type=name)
+    return lambda logprobs, reference, mask=None: ppo_utils.compute_approx_kl(logprobs, reference, mask, name)
 
 
 policy_gradient = SimpleNamespace(

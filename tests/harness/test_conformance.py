@@ -30,7 +30,9 @@ from paritygate.harness.implementation import losses_under_test
 from tests.counts import SOAK
 
 ROOT = Path(__file__).resolve().parents[2]
-losses: Any = losses_under_test("paritygate.losses", ("sdpo", "grpo", "policy_gradient"))
+losses: Any = losses_under_test(
+    "paritygate.losses", ("sdpo", "grpo", "policy_gradient", "kl_estimators", "averaging", "spod")
+)
 OPTION = "{}, all, token_mean"
 
 
@@ -369,3 +371,58 @@ def test_a_checkout_has_the_version_of_no_distribution(tmp_path: Path, monkeypat
     assert result["versions"]["mpmath"] == importlib.metadata.version("mpmath")
     # sha256 of "__init__.py " and the sha256 of an empty file
     assert result["digests"]["tqdm"] == "05bf8857b51ea94cbad55bf8b87dbfdb3d42122fb7ba3e18e3949767817d4fbc"
+
+
+def test_a_clamped_k3_and_one_that_cancels() -> None:
+    """exp(30) - 31 = 1.0687e13 where a clamp of the log ratio at 10 gives less; float32 has no exp(1e-4) - 1 - 1e-4."""
+
+    def clamped(logprobs: Any, reference: Any, mask: Any = None) -> Any:
+        log_r = (reference - logprobs).clamp(-10.0, 10.0)
+        return log_r.exp() - 1.0 - log_r
+
+    results = rows("kl_estimators.k3", clamped)
+    assert all(row["outcome"] == "agrees" for row in results["plain"])
+    far = one(results["stress"], stress="large log ratio")
+    assert far["outcome"] == "departs"
+    given = {"logprobs": np.array([[-31.0]]), "reference_logprobs": np.array([[-1.0]])}
+    defined = function("kl_estimators.k3").define(given, {})
+    assert float(defined.value.item()) == pytest.approx(1.0686e13, rel=1e-4)
+    near = one(results["stress"], stress="near-equal")
+    assert (near["outcome"], near["dtype"]) == ("departs", "float32")
+    assert one(results["stress"], stress="masked NaN")["outcome"] == "departs"
+
+
+def test_k1_of_the_other_sign_is_a_factor_of_minus_one() -> None:
+    row = one(rows("kl_estimators.k1", lambda p, q: q - p)["plain"], dtype="float64")
+    assert (row["outcome"], row["factor"]) == ("scaled", -1.0)
+
+
+def test_a_mean_over_all_tokens_where_three_levels_are_defined() -> None:
+    row = one(rows("averaging.three_level_mean", lambda values, *_: values.mean())["plain"], dtype="float64")
+    assert row["outcome"] == "departs"
+    small = row["smallest"]
+    action, episode = (np.array(small["input"][name]) for name in ("action_index", "episode_index"))
+    assert len(action) == 3  # no two tokens weigh differently
+    assert sorted(np.bincount(action).tolist()) in ([1, 2], [1, 1, 1]), (action, episode)
+
+
+def test_a_gate_that_protects_at_a_tie() -> None:
+    """Teacher equal to student in an episode that succeeded: nothing is protected, the KL is 0, so is the loss."""
+
+    def protects(
+        student: Any, teacher: Any, actions: Any, action: Any, episode: Any, success: Any, **options: Any
+    ) -> Any:
+        if bool((student == teacher).all()):
+            n = torch.bincount(action).double()
+            log_p = student.double().log_softmax(-1)[torch.arange(len(actions)), actions]
+            l_p = torch.zeros(len(n), dtype=torch.float64).index_add(0, action, log_p)
+            floor = options["floor_weight"] * (math.log(options["tau0"]) - l_p).clamp(min=0.0) / n
+            weight = 1.0 / (torch.bincount(episode)[episode] * len(torch.bincount(episode))).double()
+            return (floor * weight).sum()
+        return losses.spod.success_preserving_loss(student, teacher, actions, action, episode, success, **options)
+
+    results = rows("spod.success_preserving_loss", protects)
+    assert all(row["outcome"] == "agrees" for row in results["plain"])
+    row = one(results["stress"], stress="tied gate", option="tau0 0.5, floor weight 1")
+    assert (row["outcome"], row["smallest"]["defined"]["value"]) == ("departs", pytest.approx(0.0, abs=1e-15))
+    assert row["smallest"]["theirs"]["value"] > 0.0

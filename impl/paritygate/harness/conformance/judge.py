@@ -109,7 +109,8 @@ def refuse_keywords(question: Question, names: tuple[str, ...]) -> None:
 
 
 def answer(value: Any, leaf: torch.Tensor | None) -> Outputs:
-    """The value and its gradient in `leaf`, as float64; a loss that reaches the leaf nowhere has a gradient of 0."""
+    """The value, or its `loss`, and its gradient in `leaf` as float64; a loss that reaches it nowhere has one of 0."""
+    value = getattr(value, "loss", value)
     result = value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
     gradient = None
     if leaf is not None:

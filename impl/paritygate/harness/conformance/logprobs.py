@@ -238,6 +238,92 @@ GROUP_MEAN = Function(
     ),
 )
 
+
+def sampled_pair(rng: np.random.Generator, keywords: Keywords) -> Arrays:
+    """Log-probabilities of sampled tokens by the policy and by a reference, some tenths of a nat apart."""
+    shape = (int(rng.integers(1, 4)), int(rng.integers(2, 6)))
+    logprobs = -rng.exponential(2.0, size=shape) - 1e-3
+    return {"logprobs": logprobs, "reference_logprobs": np.minimum(logprobs + 0.5 * rng.normal(size=shape), -1e-3)}
+
+
+def estimated(name: str) -> Callable[[Arrays, Keywords], Outputs]:
+    """An estimator's values (B, T) by the reference, and their derivatives in the policy's log-probabilities."""
+
+    def define(arrays: Arrays, keywords: Keywords) -> Outputs:
+        mask = arrays.get("mask", np.ones(arrays["logprobs"].shape, dtype=np.int64))
+        rows = list(zip(arrays["logprobs"], arrays["reference_logprobs"], mask, strict=True))
+        value, grad = (getattr(reference("kl_estimators"), f"{name}{what}") for what in ("", "_grad"))
+        return Outputs(np.stack([value(*row) for row in rows]), np.stack([grad(*row) for row in rows]))
+
+    return define
+
+
+def log_ratio_between(low: float, high: float) -> Callable[[Arrays, Keywords], bool]:
+    """Whether the largest log ratio of a token is at least `low` and at most `high`, in size."""
+
+    def still(arrays: Arrays, keywords: Keywords) -> bool:
+        largest = np.abs(arrays["logprobs"] - arrays["reference_logprobs"]).max()
+        return bool(low <= largest <= high)
+
+    return still
+
+
+def moved(distance: float) -> Callable[[np.random.Generator, Keywords], Arrays]:
+    """The reference `distance` nats above the policy at the first token, at the others as near as in `sampled_pair`."""
+
+    def make(rng: np.random.Generator, keywords: Keywords) -> Arrays:
+        arrays = sampled_pair(rng, keywords)
+        if distance < 1.0:
+            arrays["reference_logprobs"] = arrays["logprobs"] - distance
+        else:
+            arrays["logprobs"][0, 0], arrays["reference_logprobs"][0, 0] = -1.0 - distance, -1.0
+        return arrays
+
+    return make
+
+
+def hidden_pair(rng: np.random.Generator, keywords: Keywords) -> Arrays:
+    """NaN where the mask is 0."""
+    arrays = sampled_pair(rng, keywords)
+    mask = np.ones(arrays["logprobs"].shape, dtype=np.int64)
+    mask[0, -1] = 0
+    arrays["logprobs"][mask == 0] = arrays["reference_logprobs"][mask == 0] = np.nan
+    return arrays | {"mask": mask}
+
+
+def estimator(name: str) -> Function:
+    """An estimator of KL(p || q), token by token; its sum is differentiated."""
+    one = {"logprobs": np.full((1, 1), -1.0), "reference_logprobs": np.full((1, 1), -1.0)}
+    return Function(
+        f"kl_estimators.{name}",
+        {"logprobs": "BT", "reference_logprobs": "BT", "mask": "BT"},
+        "logprobs",
+        (Option("each token", {}),),
+        sampled_pair,
+        estimated(name),
+        lambda arrays: all(
+            bool((array[arrays.get("mask", np.ones_like(array)) == 1] <= 0.0).all())
+            for array in (arrays["logprobs"], arrays["reference_logprobs"])
+        ),
+        (
+            Stress(
+                "masked NaN",
+                hidden_pair,
+                lambda arrays, _: bool(np.isnan(arrays["logprobs"][arrays["mask"] == 0]).any()),
+            ),
+            Stress("large log ratio", moved(30.0), log_ratio_between(25.0, 40.0)),
+            Stress("near-equal", moved(1e-4), log_ratio_between(1e-5, 1e-2), ("float32",), (1e-2, 1e-12)),
+            Stress("half precision", sampled_pair, lambda _, __: True, ("float16", "bfloat16"), (3e-2, 3e-2)),
+        ),
+        (
+            Refused("NaN at a token that is read", {**one, "logprobs": np.full((1, 1), np.nan)}, {}),
+            Refused("a reference of -inf", {**one, "reference_logprobs": np.full((1, 1), -np.inf)}, {}),
+            Refused("shapes that differ", {**one, "reference_logprobs": np.full((1, 2), -1.0)}, {}),
+        ),
+        frozenset({"mask"}),
+    )
+
+
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 FUNCTIONS = (
     GROUP_MEAN,
@@ -248,4 +334,5 @@ FUNCTIONS = (
     policy("gspo", CLIP, "clip 0.8 to 1.2", mask=True),
     advantage("token_advantage", (Option("clip 5", {"clip": 5.0}), Option("unclipped", {"clip": math.inf}))),
     advantage("sequence_advantage", (Option("mean", {}),)),
+    *map(estimator, ("k1", "k2", "k3", "surrogate")),
 )

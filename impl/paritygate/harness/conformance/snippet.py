@@ -21,9 +21,12 @@ def snippet(module: str, source: str, row: dict[str, Any]) -> str:
         dtype = "" if integers(value) else f".to(torch.{row['dtype']})"
         grad = ".requires_grad_()" if leaf and name == first else ""
         arrays.append(f"{name} = torch.from_numpy(np.array({literal(value)})){dtype}{grad}")
-        calls.append(f"{name}={name}" if name == "importance_ratio" else name)
+        keyword = name == "importance_ratio" or (name == "mask" and row["loss"].startswith("kl_estimators."))
+        calls.append(f"{name}={name}" if keyword else name)
     calls.sort(key=lambda call: "=" in call)
-    shown = [f"value = {row['loss']}({', '.join(calls)})", 'print("theirs:", value.tolist())']
+    shown = [f"value = {row['loss']}({', '.join(calls)})"]
+    shown += ['value = getattr(value, "loss", value)'] if row["loss"].startswith("spod.") else []
+    shown += ['print("theirs:", value.tolist())']
     if leaf:
         shown.append(f'print("gradient:", torch.autograd.grad(value.sum(), {first}, allow_unused=True)[0])')
     shown += [f"# theirs, as measured: {row['smallest']['theirs']}", f"# defined: {row['smallest']['defined']}"]
