@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from paritygate.harness.strategies import MASKS, logit_pair, masks, ragged, seeded, tensor
+from paritygate.harness.strategies import MASKS, logit_pair, masks, ragged, sampled, seeded, tensor
 
 GATE_MARGIN = 1e-3  # |l_p - l_q| below which float32 may decide otherwise: such episodes are made unsuccessful
 
@@ -63,7 +63,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def spod_cases(draw: st.DrawFn, dtype: str, regime: str, vocabularies: tuple[int, ...] = (2, 3, 7, 33)):
     """Ragged batches: single tokens, long and short actions, lone episodes, tying rows, every kind of success."""
     rng = seeded(draw, dtype, regime)
-    vocabulary = draw(st.sampled_from(vocabularies))
+    vocabulary = draw(sampled(*vocabularies))
     action_index, episode_index = draw(ragged())
     student, teacher = logit_pair(rng, (len(action_index), vocabulary), regime, dtype)
     tied = rng.random(len(episode_index)) < 0.2
@@ -73,8 +73,8 @@ def spod_cases(draw: st.DrawFn, dtype: str, regime: str, vocabularies: tuple[int
     likely = rng.random(len(actions)) < 0.5
     actions = np.where(likely, student.argmax(-1), actions)
     options = {
-        "tau0": draw(st.sampled_from([0.5, 1.0, 0.05])),
-        "floor_weight": draw(st.sampled_from([1.0, 0.3, 2.0, 0.0])),
+        "tau0": draw(sampled(0.5, 1.0, 0.05)),
+        "floor_weight": draw(sampled(1.0, 0.3, 2.0, 0.0)),
     }
     case = SpodCase(dtype, regime, student, teacher, actions, action_index, episode_index, np.ones(0, bool), options)
     case.success = settled(case, rng.random(episode_index[-1] + 1) < 0.7)
@@ -135,16 +135,16 @@ class LogitCase:
 def logit_cases(draw: st.DrawFn, dtype: str, regime: str, vocabularies: tuple[int, ...] = (2, 3, 7, 33)):
     """Every divergence, truncation and aggregation over masks of every pattern."""
     rng = seeded(draw, dtype, regime)
-    vocabulary = draw(st.sampled_from(vocabularies))
+    vocabulary = draw(sampled(*vocabularies))
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 4)))
     student, teacher = logit_pair(rng, (*shape, vocabulary), regime, dtype)
     options = {
-        "divergence": draw(st.sampled_from(["forward_kl", "reverse_kl", "jsd"])),
-        "mixture": draw(st.sampled_from([0.5, 0.1, 0.9, 1e-3])),
+        "divergence": draw(sampled("forward_kl", "reverse_kl", "jsd")),
+        "mixture": draw(sampled(0.5, 0.1, 0.9, 1e-3)),
         "top_k": draw(st.none() | st.integers(1, vocabulary)),
         "tail": draw(st.booleans()),
-        "aggregation": draw(st.sampled_from(["token_mean", "sequence_mean", "sequence_sum", "token_sum"])),
+        "aggregation": draw(sampled("token_mean", "sequence_mean", "sequence_sum", "token_sum")),
     }
     ratio = rng.choice([0.0, 0.3, 1.0, 2.5], size=shape) if draw(st.booleans()) else None
-    mask = masks(rng, draw(st.sampled_from(MASKS)), shape)
+    mask = masks(rng, draw(sampled(*MASKS)), shape)
     return LogitCase(dtype, regime, student, teacher, mask, ratio, options)

@@ -1,4 +1,4 @@
-"""The compiled kernels are built beside the first tests, which need none of them: seconds on a second core."""
+"""What a parity session need not wait for: the compilers, which run beside the first tests, and the collector."""
 
 import gc
 import threading
@@ -18,13 +18,14 @@ def needs_kernels(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the builds where they are needed; what is imported by now is nothing for the garbage collector."""
+    """Start the builds where they are needed, a thread a library; keep the garbage collector from what is imported."""
     ours = not session.config.getoption("--implementation") and not session.config.getoption("collectonly")
     if ours and any(needs_kernels(item) for item in session.items):
         BUILDS.extend(threading.Thread(target=build) for build in (cpp.unavailable, products.available))
     for build in BUILDS:
         build.start()
     gc.freeze()
+    gc.set_threshold(500_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,6 +4,7 @@ Teacher and student that nearly agree, logits of +-65504 and -inf, ties, padded 
 ragged batches. All numbers are float64 arrays that their dtype holds exactly, so that every side is given the same.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,13 @@ from hypothesis import strategies as st
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 REGIMES = ("ordinary", "near_equal", "extreme")
 LARGEST = 65504.0  # of float16
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@functools.lru_cache(maxsize=None, typed=True)  # 1 and 1.0 are two values
+def sampled(*values: Any) -> st.SearchStrategy[Any]:
+    """`sampled_from` of hashable `values`, made once: where a draw makes it, Hypothesis checks it again each time."""
+    return st.sampled_from(values)
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -27,7 +35,7 @@ def tensor(values: Any, dtype: str, device: str) -> torch.Tensor:
 
 def seeded(draw: st.DrawFn, dtype: str, regime: str) -> np.random.Generator:
     """Other numbers for each dtype and regime, from a seed that is drawn."""
-    return np.random.default_rng((draw(st.integers(0, 2**32 - 1)), DTYPES.index(dtype), REGIMES.index(regime)))
+    return np.random.default_rng((draw(SEEDS), DTYPES.index(dtype), REGIMES.index(regime)))
 
 
 def logit_pair(
@@ -81,21 +89,26 @@ MASKS = ("full", "prompt", "scattered", "one token", "empty row")
 def logprob_rows(draw: st.DrawFn, dtype: str, batched: bool = True):
     """Teacher and student log-probabilities and a mask, (..., T); near-equal, far apart, teacher at -inf."""
     rng = seeded(draw, dtype, "ordinary")
-    lead = draw(st.sampled_from([(), (1,), (3,), (2, 3)])) if batched else ()
+    lead = draw(sampled((), (1,), (3,), (2, 3))) if batched else ()
     shape = (*lead, draw(st.integers(1, 9)))
     student = rounded(-rng.exponential(rng.choice([0.01, 2.0, 30.0]), size=shape), dtype)
     teacher = rounded(student + rng.normal(size=shape) * rng.choice([1e-4, 0.5, 10.0]), dtype)
     if draw(st.booleans()):
         teacher = np.where(rng.random(shape) < 0.2, -np.inf, teacher)
-    mask = (rng.random(shape) < draw(st.sampled_from([0.0, 0.5, 1.0]))).astype(np.int64)
+    mask = (rng.random(shape) < draw(sampled(0.0, 0.5, 1.0))).astype(np.int64)
     return teacher, student, mask
 
 
 @st.composite
 def ragged(draw: st.DrawFn, episodes: int = 4, actions: int = 4) -> tuple[np.ndarray, np.ndarray]:
     """(action_index (N,), episode_index (A,)) of at most `episodes` of `actions` actions each, 1 to 5 tokens each."""
-    action = st.sampled_from([1, 1, 2, 5])
-    lengths = draw(st.lists(st.lists(action, min_size=1, max_size=actions), min_size=1, max_size=episodes))
+    lengths = draw(_lengths(episodes, actions))
     episode_index = np.repeat(np.arange(len(lengths)), [len(tokens) for tokens in lengths])
     action_index = np.repeat(np.arange(len(episode_index)), [n for tokens in lengths for n in tokens])
     return action_index, episode_index
+
+
+@functools.cache
+def _lengths(episodes: int, actions: int) -> st.SearchStrategy[list[list[int]]]:
+    tokens = st.lists(sampled(1, 1, 2, 5), min_size=1, max_size=actions)
+    return st.lists(tokens, min_size=1, max_size=episodes)
