@@ -12,7 +12,7 @@ their mean.
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class RolloutOptions:
     """How many episodes a step has and what bounds one (counts, tokens; temperature is a divisor of logits)."""
 
     tasks_per_step: int
@@ -157,7 +157,7 @@ class Noise:
 class Protocol:
     """Everything that the original spec says only in prose; every field is written out in the frozen spec."""
 
-    rollout: Rollout
+    rollout: RolloutOptions
     advantage: Advantage
     train: TaskSelection
     evaluation: TaskSelection
