@@ -11,7 +11,7 @@ from torch import Tensor
 
 import paritygate
 from paritygate.losses import sdpo, spod
-from paritygate.losses.spod import rows as row_ops
+from paritygate.losses.spod import row_ops
 from tests.counts import SOAK
 from tests.kernels.kernel_batches import batch
 from tests.kernels.test_rows import HALF_ULP, RAGGED, holds

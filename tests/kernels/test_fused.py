@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paritygate.losses import gate, spod
-from paritygate.losses.spod import fused
-from paritygate.losses.spod import rows as row_ops
+from paritygate.losses.spod import fused, row_ops
 from tests.kernels.kernel_batches import batch
 
 VOCABULARY, WIDTH, TEACHER_WIDTH = 301, 24, 40

@@ -176,10 +176,10 @@ MUTANTS = (
         "in place, the gradient made before the statistics",
         "spod/in_place",
         "losses/spod/packed.py",
-        "        levels = levels_of(batch)\n        row_stats = rows.statistics_and_gradient_(",
+        "        levels = levels_of(batch)\n        row_stats = row_ops.statistics_and_gradient_(",
         "        levels = levels_of(batch)\n"
         "        out.detach().zero_()\n"
-        "        row_stats = rows.statistics_and_gradient_(",
+        "        row_stats = row_ops.statistics_and_gradient_(",
     ),
     Mutant(
         "fused-mixes-heads",

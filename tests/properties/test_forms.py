@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from paritygate.losses import grpo, numerics, policy_gradient, sdpo, spod
-from paritygate.losses.spod import fused
-from paritygate.losses.spod import rows as row_ops
+from paritygate.losses.spod import fused, row_ops
 from paritygate_reference import sdpo as reference
 from paritygate_reference import spod as spod_reference
 from tests import oracle

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..gate import Levels, Span, Weights, action_terms, gate, plan
 from ..row_stats import RowStat
-from . import rows as row_ops
+from . import row_ops
 from .levels import SpodBatch, combine, levels_of
 
 KEPT = 3  # memories that an evaluation leaves for the next: two tiles and the gradient of a head

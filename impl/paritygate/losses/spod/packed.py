@@ -8,7 +8,7 @@ from torch import Tensor
 from ..checks import as_mask, result_dtype
 from ..engines import float64
 from ..gate import Weights
-from . import rows
+from . import row_ops
 from .fused import FusedSpod, Head, chunk_rows
 from .levels import SpodBatch, SpodLoss, check_batch, combine, levels_of
 
@@ -68,14 +68,16 @@ def success_preserving_loss_and_grad(
         )
     with torch.no_grad():
         levels = levels_of(batch)
-        row_stats = rows.statistics_and_gradient_(out.detach(), student, teacher, actions, levels, tau0, floor_weight)
+        row_stats = row_ops.statistics_and_gradient_(
+            out.detach(), student, teacher, actions, levels, tau0, floor_weight
+        )
         one_pass = row_stats is not None
-        row_stats = row_stats if one_pass else rows.statistics(student, teacher, actions)
+        row_stats = row_stats if one_pass else row_ops.statistics(student, teacher, actions)
         if validate:
-            rows.refuse_unusable(row_stats, "spod")
+            row_ops.refuse_unusable(row_stats, "spod")
         result, weights = combine(row_stats, batch, levels, result_dtype(student))
         if not one_pass:
-            rows.gradient_(out.detach(), student, teacher, actions, row_stats, weights)
+            row_ops.gradient_(out.detach(), student, teacher, actions, row_stats, weights)
     return result, out
 
 
@@ -148,9 +150,9 @@ class _Spod(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, batch: SpodBatch, validate: bool) -> SpodLoss:
-        row_stats = rows.statistics(student, teacher, batch.actions)
+        row_stats = row_ops.statistics(student, teacher, batch.actions)
         if validate:
-            rows.refuse_unusable(row_stats, "spod")
+            row_ops.refuse_unusable(row_stats, "spod")
         result, weights = combine(row_stats, batch, levels_of(batch), result_dtype(student))
         ctx.save_for_backward(student, teacher, batch.actions, row_stats, *weights)
         ctx.mark_non_differentiable(*result[1:])
@@ -163,7 +165,7 @@ class _Spod(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradient = float64.gradient(student, teacher, actions, Weights(kl * scale, floor * scale))
         else:
-            gradient = rows.gradient(student, teacher, actions, row_stats, kl * scale, floor * scale)
+            gradient = row_ops.gradient(student, teacher, actions, row_stats, kl * scale, floor * scale)
         return gradient, None, None, None
 
 
