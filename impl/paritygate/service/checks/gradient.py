@@ -100,7 +100,7 @@ def policy_defaults(lab: Lab, loss: str, defaults: Sequence[Any]) -> Measured:
     each = [_against_oracle(lab, loss, data, None, config, explain=alone) for config in defaults]
     best = min(range(len(each)), key=lambda i: each[i].figure)
     low, high = defaults[best].values()
-    because = f"without options the thresholds are {low:g} and {high:g}: {each[best].because}"
+    because = f"without options, held to the documented thresholds {low:g} and {high:g}: {each[best].because}"
     return Measured(each[best].figure, because, each[best].contrast, each[best].noise)
 
 

@@ -69,7 +69,7 @@ def policy_defaults(lab: Lab, loss: str, defaults: Sequence[Mapping[str, float]]
     low, high = defaults[best].values()
     return Measured(
         each[best].figure,
-        f"without options the thresholds are {low:g} and {high:g}: {each[best].because}",
+        f"without options, held to the documented thresholds {low:g} and {high:g}: {each[best].because}",
         each[best].contrast,
         each[best].noise,
     )
