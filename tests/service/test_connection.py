@@ -5,7 +5,12 @@ from concurrent.futures import Future
 
 import pytest
 
-from paritygate.service.connection import NoAnswer, with_limit
+from paritygate.service.checks import CHECKS
+from paritygate.service.connection import Connection, NoAnswer, with_limit
+from paritygate.service.lab import Lab
+from paritygate.service.obligations import load
+from paritygate.service.outcome import Measured
+from paritygate.service.runner import run_one
 
 
 class Wrapped:
@@ -44,3 +49,19 @@ def test_an_answer_is_not_cancelled() -> None:
     threading.Timer(0.05, wrapped.inner.set_result, [7]).start()
     assert with_limit("forward", lambda: wrapped, 5.0) == 7
     assert not wrapped.inner.cancelled()
+
+
+def test_the_second_showing_waits_for_twenty_times_the_slowest_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that hangs costs its limit, twice: the first time all of it, so that no slow answer is called none."""
+    connection = Connection("http://127.0.0.1:1", "tml-test", "tiny", limit=60.0, slowest=1.5)
+    limits: list[float] = []
+
+    def off(lab: Lab) -> Measured:
+        limits.append(lab.connection.limit)
+        return Measured(1.0, "it is off")
+
+    monkeypatch.setitem(CHECKS, "wire/models", off)
+    [entry] = load().only(["wire/models"]).entries
+    assert run_one(Lab(connection), entry, {}).outcome == "departs"
+    assert limits == [60.0, 30.0]
+    assert connection.limit == 60.0

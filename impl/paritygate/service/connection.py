@@ -94,6 +94,11 @@ class Connection:
         """Tokens of every kind so far."""
         return self.usage.tokens.total()
 
+    @property
+    def patience(self) -> float:
+        """The limit of a call that the whole limit was given before: 20 times what the slowest good one took."""
+        return min(self.limit, max(20.0, 20 * self.slowest))
+
     def probe(self, seconds: float | None = None) -> None:
         """GET healthz without the SDK, which would block; BackendError in one sentence when nobody answers there.
 

@@ -108,11 +108,12 @@ def run_one(lab: Lab, entry: Obligation, before: Mapping[str, Result]) -> Result
 
 
 def _confirmed(lab: Lab, entry: Obligation, check: Check, first: Result) -> Result:
-    lab.small = True
+    limit = lab.connection.limit
+    lab.small, lab.connection.limit = True, lab.connection.patience
     try:
         small = _attempt(lab, entry, check)
     finally:
-        lab.small = False
+        lab.small, lab.connection.limit = False, limit
     if small.outcome == "departs":
         return Result(entry.name, "departs", first.figure, first.bound, first.contrast, first.because, small.program)
     again = _attempt(lab, entry, check)

@@ -148,7 +148,7 @@ def refused(lab: Lab, what: str, bad: Callable[[Lab, Trainer, float], object], *
 
     harmless: it may also be accepted, as long as the state stays.
     """
-    limit = min(lab.connection.limit, max(20.0, 20 * lab.connection.slowest))
+    limit = lab.connection.patience
     with lab.session() as session:
         trainer = session.restore(lab.warmed())
         try:
