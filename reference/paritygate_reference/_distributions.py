@@ -96,18 +96,20 @@ def kl_divergence(log_a: Array, log_b: Array) -> float:
         return math.inf
     d = log_a[support] - log_b[support]
     near = np.abs(d) < 0.5
-    terms = np.where(near, a[support] * _exp_excess(np.where(near, -d, 0.0)), a[support] * d - a[support] + b[support])
+    terms = np.where(near, a[support] * exp_excess(np.where(near, -d, 0.0)), a[support] * d - a[support] + b[support])
     return float(terms.sum() + b[~support].sum())
 
 
-def _exp_excess(x: Array) -> Array:
-    """`exp(x) - 1 - x` without cancellation, for |x| < 0.5, by its Taylor series."""
-    term, total = x * x / 2.0, np.zeros_like(x)
+def exp_excess(x: Array) -> Array:
+    """`e^x - 1 - x`, by its Taylor series where |x| < 0.5: there the difference would cancel; +inf as `exp`."""
+    near = np.abs(x) < 0.5
+    small = np.where(near, x, 0.0)
+    term, series = small * small / 2.0, np.zeros_like(x)
     for n in range(3, 20):
-        total += term
-        term *= x
+        series += term
+        term *= small
         term /= n
-    return total
+    return np.where(near, series, exp(x) - 1.0 - x)
 
 
 def log_mixture(log_p: Array, log_q: Array, a: float) -> Array:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from . import _checks
 from ._checks import Array, Mask, Row
-from ._distributions import exact_sum, exp
+from ._distributions import exact_sum, exp_excess
 
 ESTIMATORS = ("k1", "k2", "k3")
 
@@ -38,7 +38,7 @@ def k3(logprobs: Row, reference_logprobs: Row, mask: Mask) -> Array:
     ValueError: shapes differ, a mask that is not 0 or 1, and at mask 1 a logprob that is not finite.
     """
     p, q, used = _rows("k3", logprobs, reference_logprobs, mask)
-    return np.where(used, _excess(q - p), 0.0)
+    return np.where(used, exp_excess(q - p), 0.0)
 
 
 def k1_grad(logprobs: Row, reference_logprobs: Row, mask: Mask) -> Array:
@@ -55,7 +55,8 @@ def k2_grad(logprobs: Row, reference_logprobs: Row, mask: Mask) -> Array:
 def k3_grad(logprobs: Row, reference_logprobs: Row, mask: Mask) -> Array:
     """d k3_t / d logprobs_t, (T,): `1 - q/p`. ValueError as `k3`."""
     p, q, used = _rows("k3", logprobs, reference_logprobs, mask)
-    return np.where(used, -np.expm1(q - p), 0.0)
+    with np.errstate(over="ignore"):  # -inf where float64 has no number as large
+        return np.where(used, -np.expm1(q - p), 0.0)
 
 
 def surrogate(logprobs: Row, reference_logprobs: Row, mask: Mask) -> Array:
@@ -79,15 +80,6 @@ def mean_kl(logprobs: Row, reference_logprobs: Row, mask: Mask, estimator: str =
     if tokens == 0:
         raise ValueError("mean_kl: every position is masked; a mean of nothing does not exist")
     return exact_sum(values) / tokens
-
-
-def _excess(d: Array) -> Array:
-    """`exp(d) - 1 - d`, by its series where that would cancel."""
-    near, term, total = np.abs(d) < 0.5, np.where(np.abs(d) < 0.5, d, 0.0) ** 2 / 2.0, np.zeros_like(d)
-    for n in range(3, 20):
-        total = total + term
-        term = term * np.where(near, d, 0.0) / n
-    return np.where(near, total, exp(d) - 1.0 - d)
 
 
 def _rows(name: str, logprobs: Row, reference_logprobs: Row, mask: Mask) -> tuple[Array, Array, NDArray[np.bool_]]:
