@@ -1,7 +1,7 @@
 """examples/own_loss with the built wheel: a loss of one's own is proven, guards a training script, and its mutants die.
 
-The kinds of attack of tests/guard/README.md are made here too, as far as they apply to a repository without
-experiments: 13 is about run directories, 16 about runs against a service.
+The kinds of attack of tests/guard/README.md, by the numbers in the comments, are made here too, as far as they apply
+to a repository without experiments: 13 is about run directories, 16 about runs against a service.
 """
 
 import json
@@ -40,7 +40,8 @@ def test_a_training_script_starts_with_a_receipt_and_paritygate_verify_agrees(gr
     assert {"requirements.lock", LOSS, "spec/losses.json", "installed/paritygate/harness/session.py"} <= names
 
 
-def test_1_and_2_no_receipt_for_the_loss_or_the_device(bare: Stranger, green: Stranger) -> None:
+# kinds 1, 2
+def test_no_receipt_for_the_loss_or_the_device(bare: Stranger, green: Stranger) -> None:
     bare.refused("no parity receipt in")
     green.edit("train.py", 'device="cpu"', 'device="cuda"')
     green.refused("no parity receipt for device cuda")
@@ -49,17 +50,19 @@ def test_1_and_2_no_receipt_for_the_loss_or_the_device(bare: Stranger, green: St
     green.refused("no loss 'dpo'")
 
 
+# kinds 3, 4
 @pytest.mark.parametrize(
     "name",
     [LOSS, "reference/my_reference/gspo.py", "tests/parity/test_gspo.py", "pyproject.toml", "requirements.lock"],
 )
-def test_3_and_4_a_file_edited(green: Stranger, name: str) -> None:
+def test_a_file_edited(green: Stranger, name: str) -> None:
     with (green.root / name).open("a") as file:
         file.write("\n# edited\n")
     green.refused(f"{name} was edited since parity was shown")
 
 
-def test_3_to_7_and_14_what_is_on_the_disk(green: Stranger, tmp_path: Path) -> None:
+# kinds 3, 4, 7, 14
+def test_edited_added_deleted_and_linked_files_and_a_cut_receipt(green: Stranger, tmp_path: Path) -> None:
     spec = (green.root / "spec/losses.json").read_text()
     green.edit("spec/losses.json", "1e-12", "1e-02")
     green.refused("spec/losses.json was edited since parity was shown")
@@ -78,7 +81,8 @@ def test_3_to_7_and_14_what_is_on_the_disk(green: Stranger, tmp_path: Path) -> N
     green.refused("was edited or cut short")
 
 
-def test_4_and_5_an_edit_of_the_installed_paritygate_and_one_hidden_from_git(
+# kinds 4, 5
+def test_an_edit_of_the_installed_paritygate_and_one_hidden_from_git(
     green: Stranger, wheel: Path, tmp_path: Path
 ) -> None:
     other = Stranger(green.root, environment_with(wheel, tmp_path / "venv"))
@@ -98,18 +102,21 @@ def test_4_and_5_an_edit_of_the_installed_paritygate_and_one_hidden_from_git(
     green.refused(f"{LOSS} was edited since parity was shown")
 
 
-def test_6_an_edit_during_the_session(bare: Stranger, tmp_path: Path) -> None:
+# kind 6
+def test_an_edit_during_the_session(bare: Stranger, tmp_path: Path) -> None:
     text = f"def pytest_collection_finish(session):\n    open({str(bare.root / LOSS)!r}, 'a').write('# edited')\n"
     output = bare.session("-p", "attack", **plugin(tmp_path / "attack", text))
     not_green(bare, output, f"{LOSS} was edited during the session")
 
 
-def test_8_and_9_a_selection_and_python_optimised(bare: Stranger, green: Stranger) -> None:
+# kinds 8, 9
+def test_a_selection_and_python_optimised(bare: Stranger, green: Stranger) -> None:
     not_green(bare, bare.session("-k", "float32"), "was deselected")
     green.refused("python -O removes the assertions", "-O")
 
 
-def test_10_a_plugin_that_never_runs_the_bodies(bare: Stranger, tmp_path: Path) -> None:
+# kind 10
+def test_a_plugin_that_never_runs_the_bodies(bare: Stranger, tmp_path: Path) -> None:
     text = "import pytest\n\n@pytest.hookimpl(tryfirst=True)\ndef pytest_pyfunc_call(pyfuncitem):\n    return True\n"
     output = bare.session("-p", "attack", **plugin(tmp_path / "attack", text))
     not_green(bare, output, "gspo/value has 0 of the 200 comparisons that count")
@@ -127,7 +134,8 @@ def poison(repository: Stranger) -> None:
     edited.unlink()
 
 
-def test_11_and_12_poisoned_bytecode_and_losses_from_elsewhere_do_not_train(green: Stranger, tmp_path: Path) -> None:
+# kinds 11, 12
+def test_poisoned_bytecode_and_losses_from_elsewhere_do_not_train(green: Stranger, tmp_path: Path) -> None:
     shutil.copytree(green.root / "src", tmp_path / "elsewhere")
     (tmp_path / "elsewhere/my_losses/gspo.py").write_text("raise SystemExit('not the proven loss')\n")
     poison(green)
@@ -138,7 +146,8 @@ def test_11_and_12_poisoned_bytecode_and_losses_from_elsewhere_do_not_train(gree
     green.refused("my_losses was imported before require_parity: call it first")
 
 
-def test_15_a_rerun_plugin(bare: Stranger) -> None:
+# kind 15
+def test_a_rerun_plugin(bare: Stranger) -> None:
     flags = ("-p", "paritygate_pytest", "-p", "pytest_rerunfailures", "--reruns", "1")
     output = bare.session(*flags, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     not_green(bare, output, "failing tests would have been run again")
