@@ -92,7 +92,8 @@ def losses(pytestconfig: pytest.Config) -> Any:
     try:
         return losses_under_test(project_at(pytestconfig.rootpath).package, chosen.split(",") if chosen else declared)
     except LossMissingError as error:
-        pytest.fail(str(error), pytrace=False)  # a sentence: every test asks for the losses
+        sentence = str(error)
+    pytest.fail(sentence, pytrace=False)  # no traceback: every test asks for the losses
 
 
 @pytest.fixture(scope="session")
