@@ -113,6 +113,14 @@ MUTANTS = (
         "TODO: a text that stands in FILE once",
         "TODO: the text of the mistake",
     ),
+    Mutant(
+        "gradient-halved",
+        "TODO: what a person gets wrong that the value does not show",
+        "NAME/gradient",
+        "FILE",
+        "TODO: a text that stands in FILE once",
+        "TODO: the text of the mistake",
+    ),
 )
 '''
 
