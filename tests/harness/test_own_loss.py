@@ -146,6 +146,13 @@ def test_poisoned_bytecode_and_losses_from_elsewhere_do_not_train(green: Strange
     green.refused("my_losses was imported before require_parity: call it first")
 
 
+# kind 12
+def test_a_torch_from_elsewhere_is_refused_before_it_runs(green: Stranger, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere/torch").mkdir(parents=True)
+    (tmp_path / "elsewhere/torch/__init__.py").write_text("print('one step with another torch')\n")
+    green.refused("torch comes from", PYTHONPATH=str(tmp_path / "elsewhere"))
+
+
 # kind 15
 def test_a_rerun_plugin(bare: Stranger) -> None:
     flags = ("-p", "paritygate_pytest", "-p", "pytest_rerunfailures", "--reruns", "1")

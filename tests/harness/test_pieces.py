@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paritygate.harness.pieces import mutants_base, write_pieces
+from paritygate.errors import BadInputError
+from paritygate.harness.pieces import mutants_base, project_for, write_pieces
 from paritygate.spec.project import project_at
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,3 +56,20 @@ def test_without_mutants_they_are_named_from_the_root(like_this_one: Path) -> No
     assert mutants_base(project) == "."
     write_pieces(project, "entropy_kl")
     assert '"impl/paritygate/losses/entropy_kl.py"' in (like_this_one / "tests/mutants/entropy_kl.py").read_text()
+
+
+def test_an_empty_folder_becomes_a_repository_and_a_pyproject_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    project, written = project_for(tmp_path)
+    assert written == ["pyproject.toml"]
+    assert project == project_at(tmp_path)
+    assert (project.implementation, project.tests, project.receipts) == ("src/my_losses", "tests/parity", "receipts")
+    write_pieces(project, "hinge")
+    lines = (tmp_path / "spec/losses.json").read_text().splitlines()
+    assert [line for line in lines if line.strip().startswith('"hinge/value": {"claim"')]  # an obligation a line
+    assert project_for(tmp_path / "src") == (project, [])
+    other = tmp_path.with_name("other")
+    other.mkdir()
+    (other / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    with pytest.raises(BadInputError, match=r"has no \[tool.paritygate\](.|\n)*src/my_losses"):
+        project_for(other)
+    assert (other / "pyproject.toml").read_text() == "[project]\nname = 'x'\n"

@@ -43,14 +43,15 @@ def run(options: argparse.Namespace) -> int:
 
         return conformance(options)
     from paritygate.harness.mutants import run_mutants
-    from paritygate.harness.pieces import write_pieces
+    from paritygate.harness.pieces import check_name, project_for, write_pieces
     from paritygate.spec.project import project_around
 
-    project = project_around(Path.cwd())
     if options.command == "new":
-        print(*write_pieces(project, options.name), sep="\n")
+        check_name(options.name)
+        project, written = project_for(Path.cwd())
+        print(*written, *write_pieces(project, options.name), sep="\n")
         return 0
-    alive = run_mutants(project, options.names, lambda line: print(line, flush=True))
+    alive = run_mutants(project_around(Path.cwd()), options.names, lambda line: print(line, flush=True))
     return 3 if alive else 0
 
 

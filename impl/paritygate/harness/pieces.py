@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paritygate.errors import BadInputError
-from paritygate.spec.project import Project
+from paritygate.spec.project import Project, configuration, project_around, project_at
 from paritygate.spec.strict import parse_json, read_plain
 
 REFERENCE = '''"""NAME in float64: what it means. Source: TODO (paper and equation)."""
@@ -124,6 +124,27 @@ MUTANTS = (
 )
 '''
 
+TABLE = """[tool.paritygate]
+spec = "spec/losses.json"              # what is to be true: obligations, tolerances
+reference = "reference/my_reference"   # what a loss means: float64 NumPy
+implementation = "src/my_losses"       # what trains: torch
+tests = "tests/parity"                 # what ties the two
+receipts = "receipts"                  # what was shown
+subjects = []                          # further files that a receipt is bound to, such as a lock file
+"""
+PYPROJECT = f"""[project]
+name = "my-losses"
+version = "0.1.0"
+requires-python = ">=3.11"
+dependencies = ["paritygate", "numpy", "torch"]
+
+{TABLE}
+[tool.pytest.ini_options]
+testpaths = ["tests/parity"]
+pythonpath = ["src", "reference"]
+addopts = "--import-mode=importlib"
+"""
+
 INNERMOST = re.compile(r"\{[^{}]*\}|\[[^][{}]*\]")
 NAMED_FILE = re.compile(r'"([\w./-]+\.(?:py|cpp|hpp))"')
 
@@ -157,13 +178,26 @@ ENTRY = {
 }
 
 
+def project_for(folder: Path) -> tuple[Project, list[str]]:
+    """The repository around `folder`, else a new one there: its project, and the files that were written for it.
+
+    Raises BadInputError where `folder` has a pyproject.toml without [tool.paritygate]: somebody else's is not edited.
+    """
+    if any(configuration(place) is not None for place in (folder, *folder.parents)):
+        return project_around(folder), []
+    path = folder / "pyproject.toml"
+    if path.exists():
+        raise BadInputError(f"{path} has no [tool.paritygate]: it says where losses and tests lie. Add\n{TABLE}")
+    path.write_text(PYPROJECT)
+    return project_at(folder), [path.name]
+
+
 def write_pieces(project: Project, name: str) -> list[str]:
     """Write the five pieces of the loss `name` and return their paths; raises BadInputError, nothing written.
 
     The name is a Python identifier in small letters that the spec does not have.
     """
-    if not (name.isidentifier() and name == name.lower() and not name.startswith("_")):
-        raise BadInputError(f"{name!r} is no name for a loss: a Python identifier in small letters, such as gspo.")
+    check_name(name)
     path = project.root / project.spec
     try:
         spec: dict[str, Any] = parse_json(read_plain(path)) if path.exists() else {"version": 1, "losses": {}}
@@ -195,6 +229,12 @@ def write_pieces(project: Project, name: str) -> list[str]:
     return [project.spec, *pieces]
 
 
+def check_name(name: str) -> None:
+    """Raises BadInputError unless a loss can be called so."""
+    if not (name.isidentifier() and name == name.lower() and not name.startswith("_")):
+        raise BadInputError(f"{name!r} is no name for a loss: a Python identifier in small letters, such as gspo.")
+
+
 def with_drafts(path: Path, spec: dict[str, Any], drafts: dict[str, dict[str, Any]]) -> str:
     """The text of the spec with the drafts last in each section; what stands there stays as it stands where it can."""
     wanted = {"version": 1} | {section: spec.get(section, {}) | drafts[section] for section in ("tolerances", "losses")}
@@ -208,12 +248,17 @@ def with_drafts(path: Path, spec: dict[str, Any], drafts: dict[str, dict[str, An
                 return candidate
         except ValueError:
             pass
-    return json.dumps(wanted, indent=1) + "\n"
+    return _short_lines(json.dumps(wanted, indent=1)) + "\n"
 
 
 def _members(entries: dict[str, Any]) -> str:
     """Entries of a JSON object one level down, without its braces: a tolerance and an obligation are a line each."""
     text = json.dumps(entries, indent=1)[1:-1].rstrip().replace("\n", "\n ")
+    return _short_lines(text)
+
+
+def _short_lines(text: str) -> str:
+    """JSON with each innermost list or object on one line."""
     return INNERMOST.sub(lambda match: re.sub(r"(?<=[\[{]) | (?=[\]}])", "", " ".join(match[0].split())), text)
 
 

@@ -96,6 +96,7 @@ def _show_script(project: Project, losses: list[str], device: str) -> ParityRece
     sys.path.insert(0, str(project.homes[package.partition(".")[0]]))
     bootstrap.read_sources_only(*project.homes.values(), Path(bootstrap.__file__).parent)
     refuse_foreign(project.root, project.homes)
+    refuse_shadowed(project.root, project.homes)  # before the losses import it
     receipt = parity.require_parity(project.root, losses, device)
     for loss in losses:
         try:
