@@ -1,5 +1,6 @@
 """The phase service_proof: a real proof at the tiny server, what it refuses, and its receipt checked again."""
 
+import asyncio
 import dataclasses
 import gc
 import json
@@ -7,7 +8,9 @@ import pkgutil
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 
@@ -20,11 +23,12 @@ from paritygate.experiment.plan.service_obligations import JSON, RECEIPT, stands
 from paritygate.experiment.run.journal import read_lines
 from paritygate.receipts import PhaseChain
 from paritygate.server import Running
+from paritygate.service import report as reports
 from paritygate.service.proof import prove_at
 from paritygate.service.receipt import digest
 from paritygate.service.runner import Result
 from paritygate.spec import load
-from tests.experiment.stub_proof import proving
+from tests.experiment.stub_proof import proving, report_of
 from tests.experiment.tiny_spec import small_at_a_service, small_spec, write_spec
 
 WIDE = Result("gradient/importance_sampling", "departs", 0.97, 0.005, 0.4, "the step is 0.97 off", "print()")
@@ -129,6 +133,25 @@ def test_a_forged_service_receipt_in_a_run(
     _forged(run, lambda r: r.update(calls=1), chain=False)
     with pytest.raises(Refused, match="that the phase service_proof wrote"):
         check_service_proof(run, exp)
+
+
+@pytest.mark.parametrize(("embedded", "kept"), [(True, 2), (False, 0)])
+def test_an_unfinished_proof_goes_on_at_the_run_s_own_server_whatever_its_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: bool, kept: int
+) -> None:
+    """A service at another address is another one."""
+    exp = load(write_spec(tmp_path, small_spec()))
+    begun = report_of("http://127.0.0.1:1111", exp.base_model, exp)
+    begun.results = [Result(e.name, "holds", 0.0, e.bound) for e in stands_on(exp).entries[:2]]
+    reports.write_json(tmp_path / JSON, begun)
+    monkeypatch.setattr(service_proof, "prove_at", prove := Mock(side_effect=InterruptedError))
+    backend = SimpleNamespace(endpoint="http://127.0.0.1:2222", api_key="tml-x", embedded=embedded)
+    state = MagicMock(exp=exp, directory=tmp_path, backend=AsyncMock(return_value=backend))
+    with pytest.raises(InterruptedError):
+        asyncio.run(service_proof.service_proof(state))
+    now = report_of(backend.endpoint, exp.base_model, exp)
+    earlier = prove.call_args.kwargs["earlier"]
+    assert len([] if earlier.difference(now) else earlier.results) == kept
 
 
 def test_a_departure_refuses_the_run_with_both_numbers(

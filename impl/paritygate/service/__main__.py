@@ -76,8 +76,6 @@ def _run(args: argparse.Namespace) -> int:
 
     reports.check_writable(args.json)
     earlier = None if args.fresh else reports.read(args.json)
-    if earlier is not None and not earlier.complete and not args.quiet:
-        print(f"{args.json} is of an unfinished run: what it has is kept where it is of this one.", file=sys.stderr)
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # its retries and deprecations are not this report's subject
 
     def save(report: reports.Report) -> None:
@@ -95,6 +93,7 @@ def _run(args: argparse.Namespace) -> int:
         limit=args.limit,
         earlier=earlier,
         save=save,
+        say=lambda sentence: None if args.quiet else print(sentence, file=sys.stderr, flush=True),
     )
     _finish(args.json, report, obligations)
     return 3 if any(result.outcome == "departs" for result in report.results) else 0

@@ -27,12 +27,13 @@ def prove_at(
     earlier: Report | None = None,
     usage: Usage | None = None,
     save: Callable[[Report], None] = lambda report: None,
+    say: Callable[[str], None] = lambda sentence: None,
 ) -> Report:
     """Hold the service at `url` to `obligations`.
 
     model: None where the service reports one only. earlier: an unfinished report, whose results stand where it was of
     the same service, model, SDK, spec and settings. usage: counts the tokens, and is told of every saved state. save:
-    called with the report so far after every obligation.
+    called with the report so far after every obligation. say: called with a sentence on what becomes of `earlier`.
     Raises BadInputError (arguments) and BackendError (the service is gone, fails at what every check starts with, or
     stopped answering); what `save` was given last is what is known then.
     """
@@ -52,9 +53,13 @@ def prove_at(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     done: Mapping[str, Result] = {}
-    if earlier is not None and not earlier.complete and earlier.same_run(report):
-        done = {result.name: result for result in earlier.results}
-        report.calls, report.tokens, report.seconds = earlier.calls, earlier.tokens, earlier.seconds
+    if earlier is not None and not earlier.complete:
+        other = earlier.difference(report)
+        kept = f"what it has of {len(earlier.results)} obligations is kept"
+        say(f"An earlier run did not finish: {f'{other}, so all is checked again' if other else kept}.")
+        if not other:
+            done = {result.name: result for result in earlier.results}
+            report.calls, report.tokens, report.seconds = earlier.calls, earlier.tokens, earlier.seconds
     before, started = (report.calls, report.tokens, report.seconds), time.monotonic()
 
     def add(result: Result) -> None:

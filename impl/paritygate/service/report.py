@@ -42,10 +42,13 @@ class Report:
     complete: bool = False
     results: list[Result] = field(default_factory=list[Result])
 
-    def same_run(self, other: "Report") -> bool:
-        """Whether results of `other` can be kept: one service, model, SDK, spec and settings."""
-        mine, theirs = ((r.endpoint, r.model, r.sdk, r.spec_sha256, r.settings) for r in (self, other))
-        return mine == theirs
+    def difference(self, other: "Report") -> str:
+        """In what two runs differ, so that results of one are none of the other; empty where they can be kept."""
+        for what in ("endpoint", "model", "sdk", "spec_sha256", "settings"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine != theirs:
+                return f"its {what} is {mine}, now it is {theirs}"
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -139,5 +139,28 @@ HARMLESS = (
         "if (seq or model.next_seq) != 1:  # as the hosted service answers, design/032",
         "if False:",
     ),
+    Mutant(
+        "padded",
+        "each pass is filled up to a multiple of 64 rows",
+        "service",
+        TRAINING,
+        "padding = max(0, self.network.min_rows - count)",
+        "padding = 64 - count % 64",
+    ),
+    Mutant(
+        "slow",
+        "every request waits for 20 ms, and every piece of work for 50",
+        "service",
+        "server/http/requests.py",
+        "            return await handler(request)",
+        "            await asyncio.sleep(0.02)\n            return await handler(request)",
+        (
+            (
+                LOOP,
+                "                next(task.steps)",
+                "                threading.Event().wait(0.05)\n                next(task.steps)",
+            ),
+        ),
+    ),
     noise(1e-3, 0),
 )

@@ -11,7 +11,7 @@ from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.state import State
 from paritygate.service import report as reports
 from paritygate.service.lab import Settings
-from paritygate.service.proof import prove_at
+from paritygate.service.proof import prove_at, without_password
 from paritygate.service.receipt import receipt
 from paritygate.service.report import Report
 from paritygate.service.runner import Result, outcomes
@@ -36,6 +36,9 @@ async def service_proof(state: State) -> Decided:
             last = report.results[-1]
             state.progress.update(f"{len(report.results)}/{len(obligations.entries)} {last.name}: {last.outcome}")
 
+    earlier = reports.read(files / JSON)
+    if earlier is not None and backend.embedded:
+        earlier.endpoint = without_password(backend.endpoint)  # the run's own server has another port each time
     report = await asyncio.to_thread(
         prove_at,
         backend.endpoint,
@@ -44,7 +47,7 @@ async def service_proof(state: State) -> Decided:
         obligations,
         settings=Settings(**proof_settings(state.exp)),
         limit=LIMIT,
-        earlier=reports.read(files / JSON),
+        earlier=earlier,
         usage=MeteredProof(state.account.usage, state.states),
         save=save,
     )
