@@ -176,16 +176,11 @@ def test_a_proof_from_the_command(running: server.Running, tmp_path: Path, capsy
         == 0
     )
     out, err = capsys.readouterr()
-    assert "4 obligations (value, optimiser, gradient): about" in err
+    assert "3 obligations (value, gradient): about" in err
     assert "nothing departs" in out
     value = json.loads(path.read_text())
     assert {"endpoint", "model", "sdk", "noise", "obligations"} <= set(value)
-    assert [entry["name"] for entry in value["obligations"]] == [
-        "value/ppo",
-        "optimiser/eps",
-        "gradient/cross_entropy",
-        "gradient/ppo",
-    ]
+    assert [entry["name"] for entry in value["obligations"]] == ["value/ppo", "gradient/cross_entropy", "gradient/ppo"]
     assert {entry["outcome"] for entry in value["obligations"]} == {"holds"}
     page = path.with_suffix(".html").read_text()
     assert "gradient/ppo" in page

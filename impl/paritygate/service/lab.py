@@ -26,6 +26,7 @@ WEIGHT = 0.01  # the loss weights of arms: gradients far below 1, so that a hidd
 EPS = 1e-3  # of the calibrated step where the service allows the choice
 # exp(logprobs - sampler logprobs): on both sides of .6, .8, 1.2, 1.4 and 4, and 0.04 nats away from them.
 RATIOS = (0.5, 1.7, 0.7, 1.3, 0.9, 6.0, 1.0, 1.1, 0.57, 1.46, 0.63, 1.33, 0.76, 1.26, 0.84, 1.14, 3.6, 4.6)
+FAR = 30.0  # a ratio that importance_sampling keeps, too
 MEAN_RATIOS = (0.5, 1.7, 0.76, 1.26, 0.84, 1.14)  # of sequences, on both sides of .8 and 1.2
 
 
@@ -327,6 +328,8 @@ class Lab:
             n = len(datum.tokens)
             place = np.arange(n)
             ratios = np.array(RATIOS)[(place + 4 * index) % len(RATIOS)]
+            if loss == "importance_sampling" and index == 0:
+                ratios[0] = FAR
             signs = np.where((place // len(RATIOS) + place + index) % 2 == 0, 1.0, -1.0)
             inputs = {"advantages": f32(scale * signs * (0.6 + 0.1 * (place % 5)))}
             if loss == "gspo":

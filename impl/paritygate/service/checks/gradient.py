@@ -67,7 +67,11 @@ def cross_entropy_negative(lab: Lab) -> Measured:
 def homogeneity(
     lab: Lab, data: Sequence[Datum], weights: Sequence[Array], factors: Sequence[float], unit: float = 1.0
 ) -> Measured:
-    """Compare (k w, k eps) with (w, eps) for each k; the contrast is (k w, eps)."""
+    """Compare (k w, k eps) with (w, eps) for each k; the contrast is (k w, eps).
+
+    Where (k w, k^2 eps) is the same step eps stands under the root, which optimiser/eps tells, and nothing is said of
+    the gradient.
+    """
     if lab.mixed:
         raise Undecided("the service takes only a tiny eps, at which Adam does not see the size of a gradient")
     eps = lab.adam["eps"] * unit
@@ -83,6 +87,13 @@ def homogeneity(
             gap = lab.distance(scaled, base)
             worst, factor = (gap, k) if gap > worst else (worst, factor)
             contrast = min(contrast, lab.distance(arm(1.0, k * eps), base))
+        bound = max(0.005, lab.step_noise(base))
+        if worst > bound and factor**2 * eps <= EPS_LIMIT and lab.distance(arm(factor, factor**2 * eps), base) < bound:
+            raise Undecided(
+                f"{factor:.3g} times the weights is the same step with {factor**2:.3g} times eps, not with "
+                f"{factor:.3g} times: eps is added before the root is taken (optimiser/eps), and the size of the "
+                "gradient cannot be told"
+            )
     because = f"{factor:.3g} times the weights with {factor:.3g} times eps moves the probes {worst:.3g} off (relative)"
     return Measured(worst, because, contrast, lab.step_noise(base))
 

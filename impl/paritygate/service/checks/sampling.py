@@ -14,6 +14,7 @@ from paritygate.service.lab import Lab, sampler_noise
 from paritygate.service.outcome import Measured, Undecided
 
 BATCH = 64  # samples a request; services bound it
+NEVER = "paritygate never stops here"  # a stop string that no sample has
 
 
 @dataclass(frozen=True)
@@ -309,9 +310,9 @@ def stop_token(lab: Lab) -> Measured:
 def stop_none(lab: Lab) -> Measured:
     """stop=[] goes on to max_tokens, the end token included; that one is drawn is shown by samples without `stop`."""
     t = trained(lab)
+    stops: tuple[dict[str, Any], ...] = ({"stop": []}, {})
     free, plain = (
-        t.sampler.sample(t.prompt, BATCH, max_tokens=40, temperature=1.0, seed=26, **stop).sequences
-        for stop in ({"stop": []}, {})
+        t.sampler.sample(t.prompt, BATCH, max_tokens=40, temperature=1.0, seed=26, **stop).sequences for stop in stops
     )
     short = sum(len(sequence.tokens) != 40 or sequence.stopped for sequence in free)
     ended = sum(sequence.stopped for sequence in plain)
@@ -322,11 +323,11 @@ def stop_none(lab: Lab) -> Measured:
 
 
 def stop_string(lab: Lab) -> Measured:
-    """A stop string ends samples early, with the reason stop, at the token that completes it."""
+    """Any of two stop strings ends samples early, with the reason stop, at the token that completes it."""
     t = trained(lab)
     ended = 0
     for text in ("e", "a", " ", "t", "\n", "1"):
-        answer = t.sampler.sample(t.prompt, 8, max_tokens=32, temperature=1.0, seed=28, stop=[text])
+        answer = t.sampler.sample(t.prompt, 8, max_tokens=32, temperature=1.0, seed=28, stop=[NEVER, text])
         wrong: list[str] = []
         for sequence in answer.sequences:
             ended += sequence.stopped
@@ -338,10 +339,10 @@ def stop_string(lab: Lab) -> Measured:
                 wrong.append(decoded)
         if wrong:
             return Measured(
-                float(len(wrong)), f"stop={[text]}: {len(wrong)} of 8 samples end elsewhere, as {wrong[0]!r}"
+                float(len(wrong)), f"stop={[NEVER, text]}: {len(wrong)} of 8 samples end elsewhere, as {wrong[0]!r}"
             )
         if ended:
-            return Measured(0.0, f"stop={[text]} ended {ended} of 8 samples early")
+            return Measured(0.0, f"stop={[NEVER, text]} ended {ended} of 8 samples early")
     raise Undecided(
         "no short string ended a sample, and the model's tokenizer is not at hand to say whether one was due"
     )

@@ -152,7 +152,10 @@ def mixed_targets(lab: Lab) -> Measured:
 
 
 def long(lab: Lab) -> Measured:
-    """A long sequence: its beginning has the logprobs that it has alone, its end those of the sampler."""
+    """A long sequence: its beginning has the logprobs that it has alone, its end those of the sampler.
+
+    Its end has a gradient, too.
+    """
     t = trained(lab)
     tokens = lab.tokens(100 if lab.small else 400, 35)
     whole = forward_logprobs(t.trainer, tokens)
@@ -161,6 +164,15 @@ def long(lab: Lab) -> Measured:
         "of its beginning alone": float(np.abs(whole[: len(begun)] - begun).max()),
         "of the sampler": float(np.abs(whole - scored).max()),
     }
+    ones = np.zeros(len(tokens) - 1)
+    ones[-16:] = lab.weight
+    end = Datum(tokens[:-1], np.array(tokens[1:], np.int64)).with_inputs(weights=ones)
+    with lab.session() as session:
+        moved = lab.arm(session, lambda t: t.forward_backward([end])).rms
+    if moved <= max(1e-4, 10 * lab.noise.logprob):
+        return Measured(
+            np.inf, f"weights at the end of {len(tokens)} tokens have no gradient: a step moves {moved:.3g}"
+        )
     name = max(gaps, key=gaps.__getitem__)
     because = f"a sequence of {len(tokens)} tokens has logprobs {gaps[name]:.3g} nats from those {name}"
     return Measured(gaps[name], because, float(np.abs(np.roll(whole, 1) - whole).max()), nats(lab))

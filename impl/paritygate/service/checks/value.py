@@ -67,12 +67,16 @@ def policy_defaults(lab: Lab, loss: str, defaults: Sequence[Mapping[str, float]]
     each = [_value(lab, loss, data, config, out) for config in defaults]
     best = min(range(len(each)), key=lambda i: each[i].figure)
     low, high = defaults[best].values()
-    return Measured(
-        each[best].figure,
-        f"without options, held to the documented thresholds {low:g} and {high:g}: {each[best].because}",
-        each[best].contrast,
-        each[best].noise,
-    )
+    because = f"without options, held to the documented thresholds {low:g} and {high:g}: {each[best].because}"
+    measured = replace(each[best], because=because)
+    one = {"clip_high_threshold": high + 0.2}
+    try:
+        out = lab.held().forward(data, loss, one)
+    except Refusal:  # both or none, it says
+        return measured
+    other = _value(lab, loss, data, {"clip_low_threshold": low, **one}, out)
+    worse = other.figure > max(measured.figure, 0.0001, other.noise)
+    return replace(other, because=f"with {one} alone {other.because}") if worse else measured
 
 
 def forward_is_forward_backward(lab: Lab) -> Measured:
