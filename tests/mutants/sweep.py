@@ -1,6 +1,6 @@
 """Mutants that nobody thought of: cosmic-ray's operators on the losses, each held to the tests that reach its line.
 
-`python tests/mutants/sweep.py --module averaging --module _checks [--jobs 2] [--json FILE]`. A first pass runs parity,
+`python tests/mutants/sweep.py --module averaging --module checks [--jobs 2] [--json FILE]`. A first pass runs parity,
 properties and the kernels' tests once and notes the lines of the losses that each of them runs. Every mutant then has a
 forked process of its own, where tests that reach its statement run, until one raises or they have taken their budget:
 those that take no time, then one case of each other, then a second one of each, and so on. What outlives them is
