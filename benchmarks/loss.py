@@ -59,10 +59,10 @@ def contestants(data: dict[str, Tensor], buffer: Tensor) -> dict[str, Run]:
 
     def through(loss: Any) -> Run:
         def run() -> Tensor:
-            leaf.grad = None
             loss().backward()
-            assert leaf.grad is not None
-            return leaf.grad
+            gradient, leaf.grad = leaf.grad, None  # whoever makes memory lets go of it in its own time
+            assert gradient is not None
+            return gradient
 
         return run
 
@@ -116,10 +116,10 @@ def sdpo_contestants(data: dict[str, Tensor], top_k: int | None) -> dict[str, Ru
 
     def through(loss: Any) -> Run:
         def run() -> Tensor:
-            leaf.grad = None
             loss().backward()
-            assert leaf.grad is not None
-            return leaf.grad
+            gradient, leaf.grad = leaf.grad, None  # whoever makes memory lets go of it in its own time
+            assert gradient is not None
+            return gradient
 
         return run
 

@@ -1,9 +1,7 @@
 """The fused loss against the loss of its logits: any chunk, long actions, protection, early exit, gradients."""
 
 import math
-import mmap
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,42 +183,6 @@ def test_a_gradient_that_is_zero_is_never_written() -> None:
     assert leaves[1].grad is not None
     assert (pages() - before) * os.sysconf("SC_PAGE_SIZE") < 2**25
     assert not leaves[1].grad.any()
-
-
-def test_memory_is_used_again_only_when_nobody_has_it() -> None:
-    """Gradients that are kept stay what they were; freed, their memory serves again; four threads get the same bits."""
-    student, teacher, rest = heads(torch.float32)
-    wide = [torch.nn.functional.pad(x, (0, 1 << 12)) for x in student]
-
-    def gradients(scale: float = 1.0) -> list[Tensor]:
-        leaves = [(x * scale).requires_grad_() for x in wide]
-        spod.fused_linear_success_preserving_loss(*leaves, *teacher, **rest, chunk_tokens=8).loss.backward()
-        return [leaf.grad for leaf in leaves if leaf.grad is not None]
-
-    first = gradients()
-    copies = [x.clone() for x in first]
-    place = first[1].data_ptr()
-    view, others = first[1].numpy()[3:], gradients(0.5)
-    assert others[1].data_ptr() != place
-    assert all(torch.equal(a, b) for a, b in zip(first, copies, strict=True))
-    del first  # the view still lies there
-    assert gradients()[1].data_ptr() != place
-    assert (view == copies[1].numpy()[3:]).all()
-    del view, others
-    again = gradients()
-    assert again[1].data_ptr() in {pages_at(x) for x in fused._kept}
-    assert all(torch.equal(a, b) for a, b in zip(again, copies, strict=True))
-    with ThreadPoolExecutor(4) as pool:
-        for actual in pool.map(lambda _: gradients(), range(12)):
-            assert all(torch.equal(a, b) for a, b in zip(actual, copies, strict=True))
-    del again, actual
-    gradients()
-    assert len(fused._kept) <= fused.KEPT, "the memory of one evaluation, however many there were"
-
-
-def pages_at(pages: mmap.mmap) -> int:
-    """Where they are."""
-    return torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
 
 
 def test_no_tile_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,22 +5,17 @@ GEMMs for the logits and two for the gradients, and only the first two where an 
 An action longer than a chunk is measured first and, only if it has a gradient, computed again.
 """
 
-import math
-import mmap
-import sys
-import threading
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..engines.memory import buffer, zeros
 from ..gate import Levels, Span, Weights, action_terms, gate, plan
 from ..row_stats import RowStat
 from . import row_ops
 from .levels import SpodBatch, combine, levels_of
 
-KEPT = 3  # memories that an evaluation leaves for the next: two tiles and the gradient of a head
 TILE = 32 << 20  # bytes of one (chunk, V) block of logits: a GEMM of its height runs at nearly full speed
 
 
@@ -38,54 +33,6 @@ class Head(NamedTuple):
 def chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
     """How many rows a chunk has where the caller does not say."""
     return max(16, TILE // max(1, vocabulary * dtype.itemsize))
-
-
-def zeros(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros on the device of `like`, on the CPU in pages that cost nothing until written."""
-    pages = _pages(shape, like, dtype)
-    return torch.zeros(shape, dtype=dtype, device=like.device) if pages is None else _tensor(pages, shape, dtype)
-
-
-def buffer(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory with anything in it, to be written whole; on the CPU that of an evaluation before, which no tensor uses.
-
-    Fresh memory costs a page fault every few KiB, a tenth of the whole loss. What is kept is what the last evaluation
-    needed: the first request that finds nothing of its size lets go of everything that is free.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    with _taking:
-        counts = _references(_kept)
-        free = [pages for pages, count in zip(_kept, counts, strict=True) if count == _UNUSED]
-        used = [pages for pages, count in zip(_kept, counts, strict=True) if count != _UNUSED]
-        match = next((pages for pages in free if len(pages) == size), None) if like.device.type == "cpu" else None
-        others = [pages for pages in free if pages is not match][: KEPT - 1] if match is not None else []
-        if match is None and (match := _pages(shape, like, dtype)) is not None:
-            match.madvise(mmap.MADV_HUGEPAGE)
-        if match is None:
-            return torch.empty(shape, dtype=dtype, device=like.device)
-        _kept[:] = [*used, *others, match]
-        return _tensor(match, shape, dtype)
-
-
-def _references(things: Sequence[object]) -> list[int]:
-    return [sys.getrefcount(thing) for thing in things]
-
-
-_UNUSED = _references([object()])[0]  # of what only a list holds
-_kept: list[mmap.mmap] = []
-_taking = threading.Lock()
-
-
-def _pages(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> mmap.mmap | None:
-    """Pages of zeros that are not there until written, or None where torch should see to it."""
-    size = math.prod(shape) * dtype.itemsize
-    if like.device.type != "cpu" or size < 2 * mmap.PAGESIZE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def _tensor(pages: mmap.mmap, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(pages, dtype=dtype).view(shape)  # its storage holds `pages` for as long as it lives
 
 
 class Fused:

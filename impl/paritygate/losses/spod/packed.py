@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..checks import as_mask, result_dtype
-from ..engines import float64
+from ..engines import float64, memory
 from ..gate import Weights
 from . import row_ops
 from .fused import FusedSpod, Head, chunk_rows
@@ -61,7 +61,7 @@ def success_preserving_loss_and_grad(
     batch = SpodBatch(actions, action_index, episode_index, success, tau0, floor_weight)
     _check(student, teacher, batch, validate)
     if out is None:
-        out = torch.empty_like(student)
+        out = memory.buffer(student.shape, student, student.dtype)
     elif out.shape != student.shape or out.dtype != student.dtype or out.device != student.device:
         raise ValueError(
             f"spod: out is {tuple(out.shape)} {out.dtype}; {tuple(student.shape)} {student.dtype} is expected"

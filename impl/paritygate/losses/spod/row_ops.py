@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .. import engines
 from ..checks import no_distribution
+from ..engines import memory
 from ..engines.base import OnePassEngine
 from ..gate import Levels, Weights
 from ..row_stats import RowStat
@@ -29,7 +30,7 @@ def _statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
 def _gradient(
     student: Tensor, teacher: Tensor, actions: Tensor, row_stats: Tensor, kl: Tensor, floor: Tensor
 ) -> Tensor:
-    out = torch.empty(student.shape, dtype=student.dtype, device=student.device)
+    out = memory.buffer(student.shape, student, student.dtype)
     gradient_(out, student, teacher, actions, row_stats, Weights(kl, floor))
     return out
 

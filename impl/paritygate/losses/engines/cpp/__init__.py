@@ -13,6 +13,7 @@ from paritygate import native
 
 from ...buckets import DIVERGENCES, Options
 from ...row_stats import RowStat
+from .. import memory
 from ..base import DTYPES, contiguous_rows, fast_on_cpu
 
 FOLDER = Path(__file__).parent
@@ -143,7 +144,7 @@ def divergence_gradient(
     student: Tensor, teacher: Tensor, row_mask: Tensor, options: Options, saved: tuple[Tensor, ...], scale: Tensor
 ) -> Tensor:
     """As DivergenceEngine.divergence_gradient."""
-    out = torch.empty(student.shape, dtype=student.dtype, device="cpu")
+    out = memory.buffer(student.shape, student, student.dtype)
     call = _Divergence(options, saved, scale.double().contiguous())
     _call(contiguous_rows(student), contiguous_rows(teacher), row_mask, out, saved[0], divergence=call)
     return out
