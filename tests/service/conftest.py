@@ -44,10 +44,14 @@ def sdk_garbage() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def running() -> "Iterator[server.Running]":
-    """A server of the tiny model in this process."""
-    from paritygate import server
+    """A server of the tiny model in this process, with room for half of the adapters that it has by default.
 
-    running = server.start("tiny")
+    A check that holds more is refused here: two clients that prove one service at once would meet the limit.
+    """
+    from paritygate import server
+    from paritygate.server.limits import Limits
+
+    running = server.start("tiny", limits=Limits(adapters=Limits().adapters // 2))
     yield running
     running.stop()
 

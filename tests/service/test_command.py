@@ -204,6 +204,8 @@ def test_what_a_killed_proof_leaves_is_deleted_by_the_service(
     monkeypatch.setenv("TINKER_API_KEY", running.api_key)
     assert main(["--base-url", running.base_url, "--only", "gradient/ppo", "--json", str(tmp_path / "p.json")]) == 0
     assert set(limits) == {86_400}  # a day
+    assert running.service.trainers.models == {}
+    assert running.service.store.listed() == []
 
 
 def test_a_service_that_stops_half_way_is_gone_on_with(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

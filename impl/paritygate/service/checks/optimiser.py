@@ -64,8 +64,8 @@ def both_betas(lab: Lab) -> Measured:
     betas = (lab.settings.beta1, lab.settings.beta2)
     others = OTHER_BETAS if betas == SDK_BETAS else SDK_BETAS
     each: list[Measured] = []
-    with lab.session() as session:
-        for factors in (OPPOSED, SLOWLY if betas[1] >= 0.9 else FALLING):
+    for factors in (OPPOSED, SLOWLY if betas[1] >= 0.9 else FALLING):
+        with lab.session() as session:
             got = _several_gradients(lab, session, betas, factors, learning_rate=rate)
             want = _memoryless(lab, session, betas, factors, rate=rate, eps=eps)
             wrong = _memoryless(lab, session, others, factors, rate=rate, eps=eps)
