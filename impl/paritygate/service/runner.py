@@ -41,9 +41,18 @@ def _in_one_sentence(lab: Lab) -> Generator[None]:
             f"than tinker {version('tinker')} another SDK."
         ) from error
     except Refusal as error:
-        raise BackendError(f"{lab.connection.base_url} refuses what every check starts with: {error}.") from error
+        raise BackendError(
+            f"{lab.connection.base_url} refuses what every check starts with: {_ended(error)}"
+        ) from error
     except Broken as error:
-        raise BackendError(f"{lab.connection.base_url} fails at what every check starts with: {error}.") from error
+        raise BackendError(
+            f"{lab.connection.base_url} fails at what every check starts with: {_ended(error)}"
+        ) from error
+
+
+def _ended(error: Exception) -> str:
+    """What was said, with one full stop."""
+    return f"{str(error).rstrip('.')}."
 
 
 def first_contact(lab: Lab) -> list[str]:
