@@ -1,8 +1,4 @@
-"""A run in a process of its own, to be killed: SPEC OUTPUT TAU_BENCH [--resume] [--foreign].
-
-With a stub for the guard; at a foreign service with stand-ins for vocabularies that are in no package, the real page,
-and its log on stderr.
-"""
+"""A run in a process of its own, to be killed: SPEC OUTPUT TAU_BENCH [--resume], with a stub for the guard."""
 
 import sys
 from pathlib import Path
@@ -16,21 +12,14 @@ def main() -> int:
     from paritygate import experiment, report
     from paritygate.errors import ParityGateError
     from paritygate.spec import load
-    from tests import harmony_bytes
     from tests.experiment import stub_guard
 
     stub_guard.install()
-    foreign = "--foreign" in sys.argv
-    if foreign:
-        harmony_bytes.stand_in()
-    else:
-        report.write = lambda directory: (Path(directory) / "report.html").write_text("page")
+    report.write = lambda directory: (Path(directory) / "report.html").write_text("page")
     spec, output, data = sys.argv[1:4]
     try:
         resume = "--resume" in sys.argv
-        experiment.run_experiment(
-            load(spec), root=ROOT, output=Path(output), resume=resume, tau_bench=data, quiet=not foreign
-        )
+        experiment.run_experiment(load(spec), root=ROOT, output=Path(output), resume=resume, tau_bench=data, quiet=True)
     except ParityGateError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -1,4 +1,7 @@
-"""The protocol at somebody else's service through the real SDK: noise, faults, an unpaid bill, kills; every number."""
+"""The protocol at somebody else's service through the real SDK: noise, faults, an unpaid bill, kills; every number.
+
+Nothing of the run is stubbed: its guard shows parity again in a checkout, its proof holds a service that computes.
+"""
 
 import asyncio
 import dataclasses
@@ -10,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +21,30 @@ import numpy as np
 import pytest
 
 from paritygate.backend import policy_gradient_datum
+from paritygate.experiment.audit import check_service_proof
+from paritygate.experiment.plan.service_obligations import stands_on
 from paritygate.experiment.run.journal import read_lines
-from paritygate.receipts import PhaseChain
+from paritygate.receipts import PhaseChain, require_parity
+from paritygate.spec import load
+from tests.computing_service import ComputingService
 from tests.counts import SOAK
+from tests.experiment import proven_tree
 from tests.experiment.scaled_spec import asked_for, brief
 from tests.experiment.test_protocol import check_chain
 from tests.experiment.tiny_spec import ROOT, write_spec
-from tests.foreign_service import KEY, Faults, ForeignService
-from tests.scripted_service import JUDGE, POLICY, Script, ScriptedService, digest
+from tests.foreign_service import KEY, Faults
+from tests.guard.small_tree import Tree
+from tests.scripted_service import JUDGE, POLICY, USER, Script, ScriptedService, digest
 
 ARMS = ("grpo", "sdpo_token")
 NOISE = 1e-3  # nats between two calls for the same logprob
 SLOW = {JUDGE: 0.05, POLICY: 0.01}  # seconds a call
 FULL = pytest.mark.skipif(not SOAK, reason="minutes of processes that are killed: PARITYGATE_SOAK=1")
+PRICES = {  # USD a million tokens, of spec/prices.json
+    POLICY: {"prefill": 0.22, "sampled": 0.67, "trained": 0.67},
+    USER: {"prefill": 0.195, "sampled": 0.6},
+    JUDGE: {"prefill": 0.18, "sampled": 0.44},
+}
 THINKS = 4300  # tokens: more than a first answer of the judge may have, less than a second
 
 
@@ -49,21 +64,36 @@ class Bills:
 class Runs:
     """The same run in processes that are killed where they stand, and in one that goes to the end."""
 
-    def __init__(self, folder: Path, data: Path, spec: dict[str, Any], url: str) -> None:
+    def __init__(self, tree: Path, folder: Path, data: Path, spec: dict[str, Any], url: str) -> None:
         self.run = folder / "run"
-        self._arguments = [str(write_spec(folder, spec)), str(self.run), str(data), "--foreign"]
+        path = str(write_spec(folder, spec))
+        self._arguments = [str(tree), "--spec", path, "--output", str(self.run), "--tau-bench", str(data)]
         self._environment = os.environ | {"TINKER_BASE_URL": url, "TINKER_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
 
     def start(self) -> "subprocess.Popen[str]":
-        script = str(ROOT / "tests" / "experiment" / "subprocess_run.py")
+        script = str(ROOT / "tests" / "experiment" / "proven_run.py")
         resume = ["--resume"] if self.run.exists() else []
         command = [sys.executable, script, *self._arguments, *resume]
-        return subprocess.Popen(command, env=self._environment, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+
+    def killed_in_the_proof(self, obligations: int) -> None:
+        """Run until so many obligations of the service's proof are committed, then end the process without a word."""
+
+        def shown() -> int:
+            path = self.run / "service-proof.json"
+            return len(json.loads(path.read_bytes())["obligations"]) if path.exists() else 0
+
+        self._killed(lambda: shown() >= obligations)
 
     def killed_at(self, prefix: str, units: int) -> None:
-        """Run until so many units of a phase are committed, then end the process without a word."""
+        """The same once so many units of a phase are committed."""
+        self._killed(lambda: len(list((self.run / "units").glob(f"{prefix}*/*.json"))) >= units)
+
+    def _killed(self, reached: Callable[[], bool]) -> None:
         process = self.start()
-        while len(list((self.run / "units").glob(f"{prefix}*/*.json"))) < units and process.poll() is None:
+        while not reached() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         _, stderr = process.communicate()
@@ -81,7 +111,8 @@ class Runs:
 class Foreign:
     """A finished run at a foreign service: of how many steps an arm and held-out tasks, and what it wrote to stderr."""
 
-    service: ForeignService
+    service: ComputingService
+    tree: Path
     run: Path
     steps: int
     items: int
@@ -95,11 +126,11 @@ def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     bills = Bills()
     faults = Faults(status=bills, seconds=lambda model: SLOW.get(model, 0.0))
     folder = tmp_path_factory.mktemp("foreign")
+    tree = proven_tree.build(folder / "tree", whole=request.param).root
     if not request.param:
-        with ForeignService(Script(noise=NOISE, harmony=True), faults) as service:
-            spec = brief(1, 3)
-            runs = Runs(folder, tau_bench_dir, spec, service.url)
-            yield Foreign(service, runs.run, 1, 3, runs.ended(), whole=False)
+        with ComputingService(Script(noise=NOISE, harmony=True), faults) as service:
+            runs = Runs(tree, folder, tau_bench_dir, brief(1, 3), service.url)
+            yield Foreign(service, tree, runs.run, 1, 3, runs.ended(), whole=False)
         return
     script = Script(
         noise=NOISE,
@@ -108,14 +139,15 @@ def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         judge_says=lambda seed: "" if seed % 223 == 5 else None,
     )
     faults.unhealthy = (20.0, 1e9)  # for more than the 90 s that a gateway was seen to fail
-    with ForeignService(script, faults) as service:
-        runs = Runs(folder, tau_bench_dir, asked_for(20, 60), service.url)
+    with ComputingService(script, faults) as service:
+        runs = Runs(tree, folder, tau_bench_dir, asked_for(20, 60), service.url)
+        runs.killed_in_the_proof(7)
         runs.killed_at("train-", 12)
         bills.unpaid = service.requests["asample"] + 1000
         assert "for a matter of billing (HTTP 402" in runs.ended(5)
         bills.unpaid = None
         runs.killed_at("evaluate-", 60)
-        yield Foreign(service, runs.run, 20, 60, runs.ended(), whole=True)
+        yield Foreign(service, tree, runs.run, 20, 60, runs.ended(), whole=True)
 
 
 def steps(run: Path, arm: str) -> list[list[dict[str, Any]]]:
@@ -142,6 +174,28 @@ def test_the_run_is_whole_and_its_faults_were_met(foreign: Foreign) -> None:
         assert refused["healthz 503"] > 0
         # A step in which one arm was not committed is taken up for the other as well, which is recorded once a resume.
         assert 2 <= kinds.count("resumed_from_saved_state") <= 4
+
+
+def test_parity_was_shown_again_and_the_service_proved(foreign: Foreign) -> None:
+    """The receipts are real: of the checkout, and of a service that computes with that noise."""
+    chain = PhaseChain(foreign.run)
+    [receipt] = foreign.run.glob("parity-*.json")
+    facts = chain.record("correctness_preflight")["facts"]
+    assert facts["full_run"] is True
+    assert receipt.name == f"parity-{facts['parity']}.json"
+    assert require_parity(foreign.tree, ["grpo", "policy_gradient", "sdpo"], "cpu").sha256 != ""
+    exp = load(foreign.run / "spec.json")
+    proof = chain.record("service_proof")["facts"]
+    count = len(stands_on(exp).entries) if foreign.whole else 2 + len(proven_tree.OBLIGATIONS)  # greedy, and a need
+    assert proof["outcomes"] == {"holds": count, "departs": 0, "undecided": 0, "refused": 0}
+    assert 0.5 * NOISE < proof["noise"]["logprob"] < 2 * NOISE
+    figures = {name: entry["figure"] for name, entry in proof["obligations"].items()}
+    assert 1e-4 < figures["gradient/importance_sampling"] < 1e-2
+    if foreign.whole:
+        [line] = check_service_proof(foreign.run, exp)
+        assert f"{count} holds" in line
+        verified = Tree(foreign.tree).python("impl/verify.py", str(foreign.run))
+        assert (verified.returncode, "verifies; the verdict" in verified.stdout) == (0, True), verified
 
 
 def test_every_number_of_a_step_is_that_of_its_trajectories(foreign: Foreign) -> None:
@@ -177,22 +231,26 @@ def test_what_it_used_is_counted_and_nothing_is_left(foreign: Foreign) -> None:
     """All that was committed is counted, and no more than the service saw; the adapters are what remains there."""
     service, run = foreign.service.scripted, foreign.run
     cost = json.loads((run / "cost.json").read_bytes())
-    counted = {(row["model"], row["kind"]): row["tokens"] for row in cost["rows"]}
+    counted = {(row["role"], row["kind"]): row["tokens"] for row in cost["rows"]}
     lines = [line for path in (run / "trajectories").glob("*.jsonl") for line in read_lines(path)]
     answered = sum(answer["tokens"] for line in lines for answer in line["judge_answers"])
     played = sum(sum(line["mask"]) for line in lines)
-    for model, committed in ((JUDGE, answered), (POLICY, played)):
+    for role, model, committed in (("judge", JUDGE, answered), ("policy", POLICY, played)):
         seen = sum(call["sampled"] for call in service.samples if call["model"] == model)
-        assert committed <= counted[model, "sampled"] <= seen
+        assert committed <= counted[role, "sampled"] <= seen
+    for kind, answered in foreign.service.computed.items():
+        assert (counted["proof", kind] <= answered) if foreign.whole else (counted["proof", kind] == answered)
     assert cost["unknown"] == []
-    assert cost["money"] > 0
+    money = sum(row["tokens"] * PRICES[row["model"]][row["kind"]] for row in cost["rows"]) / 1e6
+    assert cost["money"] == pytest.approx(money, rel=1e-12)
+    totals = [float(line.split("; ")[-2].split(" USD")[0]) for line in foreign.log.splitlines() if " to go" in line]
+    assert totals == sorted(totals)
+    assert totals[-1] == pytest.approx(money, abs=0.02 * money + 0.01)  # what the last judgements cost is missing
     adapters = set(PhaseChain(run).record("train")["facts"]["samplers"].values())
-    orphans = set(service.saved) - adapters
-    assert adapters <= set(service.saved)
-    assert len(orphans) <= (3 * len(ARMS) if foreign.whole else 0)  # saved, and killed before that was written down
-    limits = {save["path"]: save["ttl_seconds"] for save in foreign.service.saves}
-    assert {limits[path] for path in orphans} <= {14 * 24 * 3600}
-    assert {limits[path] for path in adapters} == {None}
+    assert set(service.saved) == adapters
+    limits = {save["path"]: save["ttl_seconds"] for save in foreign.service.saves if "-final-" not in save["path"]}
+    assert set(limits.values()) == {14 * 24 * 3600, 24 * 3600}
+    assert {save["ttl_seconds"] for save in foreign.service.saves if save["path"] in adapters} == {None}
     page = (run / "report.html").read_text()
     assert all(path in page for path in adapters)
     assert f"{foreign.items} of {foreign.items} episodes; tokens: prefill" in foreign.log

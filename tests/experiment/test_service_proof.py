@@ -1,4 +1,4 @@
-"""The phase service_proof: a real proof at the tiny server, what it refuses, and its receipt checked again."""
+"""The phase service_proof: what it refuses, what it asks again, its receipt; a whole one is in test_foreign.py."""
 
 import asyncio
 import dataclasses
@@ -6,16 +6,18 @@ import gc
 import json
 import pkgutil
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, Mock
 
+import httpx
 import pytest
 
 from paritygate.backend.contact import Contact
-from paritygate.errors import BadInputError, Refused
+from paritygate.errors import BackendError, BadInputError, Refused
 from paritygate.experiment.audit import check_service_proof
 from paritygate.experiment.phases.preflight import service_proof
 from paritygate.experiment.plan import service_obligations
@@ -28,6 +30,7 @@ from paritygate.service.proof import prove_at
 from paritygate.service.receipt import digest
 from paritygate.service.runner import Result
 from paritygate.spec import load
+from paritygate.spec.schema import spec_folder
 from tests.experiment.stub_proof import proving, report_of
 from tests.experiment.tiny_spec import small_at_a_service, small_spec, write_spec
 
@@ -43,24 +46,6 @@ def met(monkeypatch: pytest.MonkeyPatch) -> None:
         return Contact(url, (), {}, {need.model: None for need in needs})
 
     monkeypatch.setattr("paritygate.backend.contact.first_contact", first_contact)
-
-
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the SDK's connections
-def test_a_real_proof_is_part_of_the_run(
-    run_spec: Any, at_tiny: Any, tiny_server: Running, tmp_path: Path, lean: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service_proof, "prove_at", prove_at)
-    at_tiny(tiny_server.base_url)
-    run_spec(small_at_a_service(), until="service_proof")
-    run = tmp_path / "run"
-    record = PhaseChain(run).record("service_proof")
-    count = len(stands_on(load(run / "spec.json")).entries)
-    assert record["facts"]["outcomes"] == {"holds": count, "departs": 0, "undecided": 0, "refused": 0}
-    figures = {name: entry["figure"] for name, entry in record["facts"]["obligations"].items()}
-    assert figures["gradient/importance_sampling"] < 1e-4
-    [line] = check_service_proof(run, load(run / "spec.json"))
-    assert f"{count} holds" in line
-    gc.collect()
 
 
 def _forged(run: Path, change: Callable[[dict[str, Any]], object], *, chain: bool = True) -> None:
@@ -274,3 +259,80 @@ def test_what_an_experiment_stands_on(tmp_path: Path) -> None:
     names = {entry.name for entry in stands_on(load(write_spec(tmp_path, spec))).entries}
     assert "sampling/greedy" not in names
     assert "sampling/temperature" in names
+
+
+def _answer(status: int) -> Exception:
+    import tinker
+
+    request = httpx.Request("POST", "http://127.0.0.1/api/v1/retrieve_future")
+    return tinker.APIStatusError(f"HTTP {status}", response=httpx.Response(status, request=request), body=None)
+
+
+@pytest.mark.parametrize(("lost", "answered"), [(0, True), (3, True), (4, False)])
+def test_a_proof_asks_again_for_answers_that_are_lost(lost: int, answered: bool) -> None:
+    """410: a sample or score is submitted again, a check with a training pass is begun again; three times at most."""
+    from paritygate.service.connection import Connection, Lost
+    from paritygate.service.lab import Lab
+    from paritygate.service.outcome import Undecided
+    from paritygate.service.runner import answered as begun_again
+
+    class Silent(Connection):
+        def probe(self, seconds: float | None = None) -> None:
+            """A lost answer makes it ask whether the service is there."""
+
+    calls: list[int] = []
+
+    def submit() -> str:
+        calls.append(1)
+        if len(calls) <= lost:
+            raise _answer(410)
+        return "sampled"
+
+    connection = Silent("http://127.0.0.1", "tml-x", "model")
+    for ask, failed in (
+        (lambda: connection.again("sample", submit), Lost),
+        (lambda: begun_again(Lab(connection), lambda: connection.call("forward_backward", submit)), Undecided),
+    ):
+        calls.clear()
+        if answered:
+            assert ask() == "sampled"
+            assert len(calls) == lost + 1
+            continue
+        with pytest.raises(failed):
+            ask()
+        assert len(calls) == 4
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the SDK's connections
+def test_billing_stops_a_proof_at_once_and_what_it_saved_is_deleted() -> None:
+    """402 at the first training pass: one sentence within seconds, not the SDK's silent minutes."""
+    from tests.foreign_service import KEY, serving
+    from tests.scripted_service import POLICY
+
+    def failure(url: str) -> str:
+        try:
+            prove_at(url, KEY, POLICY, stands_on(load(spec_folder() / "sdpo.json")))
+        except BackendError as error:
+            return str(error)
+        return ""
+
+    started = time.monotonic()
+    with serving(status=lambda kind, n: 402 if kind == "forward_backward" else None) as service:
+        assert "matter of billing (HTTP 402" in failure(service.url)
+        gc.collect()
+        assert service.refused == {"forward_backward 402": 1}
+        assert service.requests["finish"] > 0
+    assert time.monotonic() - started < 30
+    gc.collect()
+
+
+def test_a_health_route_that_fails_ends_no_proof() -> None:
+    """503 at the health route is not believed where the service names its models; without them it is."""
+    from paritygate.service.connection import probe
+    from tests.foreign_service import KEY, serving
+
+    with serving(unhealthy=(0.0, 1e9)) as service:
+        probe(service.url, KEY)
+        service.faults.status = lambda kind, n: 503 if kind == "capabilities" else None
+        with pytest.raises(BackendError, match="healthz has HTTP status 503"):
+            probe(service.url, KEY)

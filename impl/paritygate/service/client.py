@@ -98,7 +98,9 @@ class Session:
             service = tinker.ServiceClient(base_url=url, api_key=key)
             return service, service.holder  # the session itself is opened by the first use of the holder
 
-        self.service, _ = connection.call("opening a session", open_it)
+        self.service, holder = connection.call("opening a session", open_it)
+        # Newer SDKs wait for minutes, without a word, where an account is without means (402): it is said at once.
+        holder._should_pause_on_billing = lambda status, detail: False
 
     def __enter__(self) -> "Session":
         return self
@@ -386,7 +388,7 @@ class Sampler:
             f"{result} = wait({self.name}.sample(types.ModelInput.from_ints({list(prompt)}), {count}, "
             f"types.SamplingParams({settings}){more}))"
         )
-        answer = self.connection.call("sample", lambda: self._submitted(prompt, count, options, params), limit)
+        answer = self.connection.again("sample", lambda: self._submitted(prompt, count, options, params), limit)
         return read_sampled(self._counted(prompt, answer))
 
     def start(
@@ -418,7 +420,7 @@ class Sampler:
         self.connection.journal.add(
             f"{result} = wait({self.name}.compute_logprobs(types.ModelInput.from_ints({list(tokens)})))"
         )
-        answer = self.connection.call(
+        answer = self.connection.again(
             "compute_logprobs", lambda: self.client.compute_logprobs(types.ModelInput.from_ints(list(tokens)))
         )
         self.connection.usage.count("prefill", len(tokens))

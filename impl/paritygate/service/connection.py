@@ -22,6 +22,7 @@ from paritygate.service.journal import Journal
 
 T = TypeVar("T")
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
+ANSWERS = 4  # times that something is begun where a service loses an answer
 
 
 class Refusal(Exception):  # noqa: N818 - what the service did
@@ -38,6 +39,10 @@ class Broken(Exception):  # noqa: N818
     def __init__(self, text: str, *, final: bool = False) -> None:
         super().__init__(text)
         self.final = final
+
+
+class Lost(Broken):
+    """The service has lost the answer to a request (HTTP 410); what it was can be asked once more."""
 
 
 class NoAnswer(Exception):  # noqa: N818
@@ -137,6 +142,16 @@ class Connection:
         self.slowest = max(self.slowest, time.monotonic() - started)
         return value
 
+    def again(self, what: str, submit: Callable[[], Any], limit: float | None = None) -> Any:
+        """As `call`, for a request without effects: submitted again where its answer was lost, ANSWERS times in all."""
+        for left in range(ANSWERS - 1, -1, -1):
+            try:
+                return self.call(what, submit, limit)
+            except Lost:
+                if not left:
+                    raise
+        raise AssertionError("unreachable: the last try returns or raises")
+
     def _gone(self) -> None:
         """BackendError when nothing listens at the address any more: the SDK would wait for minutes."""
         parts = urlsplit(self.base_url)
@@ -164,6 +179,7 @@ def probe(base_url: str, api_key: str | None, seconds: float = 10.0) -> None:
             request = urllib.request.Request(url, headers=headers)
             body = with_limit("healthz", lambda request=request: _get(request, seconds / 2), seconds / 2)
         except urllib.error.HTTPError as error:
+            error.close()
             if error.code in (401, 403):
                 if api_key is None:
                     return
@@ -296,12 +312,10 @@ def _classified(what: str, error: Exception) -> Exception:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     for one in chain:
+        if type(one).__name__ == "RetryableException":  # of the SDK, where an answer that is waited for has gone
+            return Lost(text)
         if isinstance(one, tinker.APIStatusError):
-            code = one.status_code
-            if code in (401, 403):
-                return BackendError(f"The service refuses the API key ({_one_line(one)}); correct TINKER_API_KEY.")
-            final = (code < 500 and code not in RETRYABLE_STATUS) or code == 429  # no room, though the SDK asked again
-            return Refusal(text) if final else Broken(text)
+            return _of_status(one.status_code, text, _one_line(one))
         if isinstance(one, getattr(tinker, "RequestFailedError", ())):
             category = str(getattr(one, "category", getattr(one, "error_category", "")))
             return Refusal(text) if "user" in category.lower() else Broken(text, final=True)
@@ -310,6 +324,21 @@ def _classified(what: str, error: Exception) -> Exception:
     if isinstance(error, ValueError | TypeError | AssertionError | NotImplementedError | KeyError):
         return Refusal(text, by_sdk=True)
     return Broken(text)
+
+
+def _of_status(code: int, text: str, said: str) -> Exception:
+    """What an HTTP status means."""
+    if code in (401, 403):
+        return BackendError(f"The service refuses the API key ({said}); correct TINKER_API_KEY.")
+    if code == 402:
+        return BackendError(
+            f"The service stopped the work for a matter of billing (HTTP 402: {said}); settle it with the service; "
+            "then the same command goes on where it stopped."
+        )
+    if code == 410:
+        return Lost(text)
+    final = (code < 500 and code not in RETRYABLE_STATUS) or code == 429  # no room, though the SDK asked again
+    return Refusal(text) if final else Broken(text)
 
 
 def _one_line(error: BaseException) -> str:

@@ -4,14 +4,16 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from paritygate.errors import BackendError, BadInputError
 from paritygate.service.checks import CHECKS, Check
-from paritygate.service.connection import Broken, NoAnswer, Refusal
+from paritygate.service.connection import ANSWERS, Broken, Lost, NoAnswer, Refusal
 from paritygate.service.lab import Lab, measure_noise
 from paritygate.service.obligations import Obligation, Obligations
 from paritygate.service.outcome import OUTCOMES, Outcome, Undecided, judge
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ def prepare(lab: Lab) -> None:
         )
     with _in_one_sentence(lab):
         try:
-            _ = lab.warmed(), lab.adam
-            lab.noise = measure_noise(lab)
+            answered(lab, lambda: (lab.warmed(), lab.adam))
+            lab.noise = answered(lab, lambda: measure_noise(lab))
         except (Broken, Undecided) as error:
             lab.unusable = str(error)
         except Refusal as error:
@@ -139,8 +141,7 @@ def _attempt(lab: Lab, entry: Obligation, check: Check) -> Result:
         return journal.program(connection.base_url, connection.model, seen)
 
     try:
-        with journal.check():
-            measured = check(lab)
+        measured = answered(lab, lambda: check(lab))
     except (Undecided, ValueError, IndexError, KeyError, TypeError) as error:
         because = str(error)
         if not isinstance(error, Undecided):  # answers of another shape than the check expects
@@ -167,6 +168,22 @@ def _attempt(lab: Lab, entry: Obligation, check: Check) -> Result:
         judged.because,
         shown,
     )
+
+
+def answered(lab: Lab, check: Callable[[], T]) -> T:
+    """`check` from its beginning, which restores what it needs; again where the service lost an answer, ANSWERS times.
+
+    Raises Undecided where each time one is lost.
+    """
+    for left in range(ANSWERS - 1, -1, -1):
+        try:
+            with lab.connection.journal.check():
+                return check()
+        except Lost as error:
+            if not left:
+                raise Undecided(f"its answers were lost {ANSWERS} times: {error}") from None
+            lab.renew()  # a client that waits for what is lost takes no further request
+    raise AssertionError("unreachable: the last try returns or raises")
 
 
 def _still_there(lab: Lab, error: NoAnswer) -> None:
