@@ -168,7 +168,9 @@ class ComputingService(ForeignService):
 
     def _save(self, body: dict[str, Any], kind: str) -> Any:
         name = body["model_id"]
-        if self._computes.get(name, True) is False:
+        path, origin = self._made[name]
+        scripted = path == "load_weights" and origin["path"] not in self._paths
+        if self._computes.get(name, not scripted) is False:
             return super()._save(body, kind)
         route = "save_weights" if kind == "weights" else "save_weights_for_sampler"
 

@@ -249,6 +249,7 @@ class ScriptedSampler:
     ) -> list[Sample]:
         if num_samples != 1 or top_p != 1.0 or not stop:
             raise BackendError("the protocol samples one completion over the full vocabulary, to a stop token")
+        self._fits(len(tokens) + max_tokens)
         async with self.service.call():
             chosen = self._chosen(list(tokens), int(seed or 0))[:max_tokens]
         entry = {"model": self.model, "path": self.path, "seed": seed, "temperature": temperature}
@@ -260,10 +261,16 @@ class ScriptedSampler:
 
     async def score(self, tokens: Sequence[int], last: int | None = None) -> list[float | None]:
         self.service.scores.append({"model": self.model, "path": self.path, "tokens": list(tokens), "last": last})
+        self._fits(len(tokens) + 1)  # a scoring samples a token as well
         async with self.service.call():
             scored = [None, *self.service.observed(logprobs_of(self.weights, tokens, self._scale())[1:])]
         left_out = 0 if last is None else len(tokens) - last
         return [None] * left_out + scored[left_out:]
+
+    def _fits(self, tokens: int) -> None:
+        context = self.service.script.context_length
+        if self.model == POLICY and tokens > context:
+            raise BackendError(f"{tokens} tokens are over the context of {context}")
 
     def _scale(self) -> float:
         script = self.service.script

@@ -20,8 +20,8 @@ PRICES = {
     "currency": "USD",
     "gpu_hour": 3.0,
     "models": {
-        POLICY: {"prefill": 1.0, "sampled": 10.0, "trained": 100.0, "source": "a test"},
-        JUDGE: {"prefill": 2.0, "sampled": 20.0, "source": "a test"},
+        POLICY: {"prefill": 1.0, "sampled": 10.0, "trained": 100.0, "source": "a test", "as_of": "2026-11-01"},
+        JUDGE: {"prefill": 2.0, "sampled": 20.0, "source": "a test", "as_of": None},
     },
 }
 
@@ -80,7 +80,7 @@ def check_log(log: str) -> None:
         assert "composite grpo 0." in line
         assert "tokens: prefill " in line
         assert ", proof 14,600, " in line
-        assert "USD (prices of 2026-11-30)" in line
+        assert "USD (prices of 2026-11-01, unknown date)" in line
         assert "min of this phase to go" in line
     totals = [float(line.split("at least ")[1].split(" USD")[0]) for line in log.splitlines() if "to go" in line]
     assert totals == sorted(totals)
@@ -174,8 +174,9 @@ def test_what_is_committed_is_counted_wherever_the_process_ends(
     ("change", "words"),
     [
         ({"as_of": "yesterday"}, r"/as_of"),
-        ({"models": {POLICY: {"prefill": -1, "sampled": 1, "source": "x"}}}, r"/prefill"),
-        ({"models": {POLICY: {"prefill": 1, "source": "x"}}}, r"/sampled: missing key"),
+        ({"models": {POLICY: {"prefill": -1, "sampled": 1, "source": "x", "as_of": None}}}, r"/prefill"),
+        ({"models": {POLICY: {"prefill": 1, "source": "x", "as_of": None}}}, r"/sampled: missing key"),
+        ({"models": {POLICY: {"prefill": 1, "sampled": 1, "source": "x"}}}, r"/as_of: missing key"),
         ({"discount": 1}, r"/discount: unknown key"),
     ],
 )
@@ -229,6 +230,9 @@ def test_the_plan_says_the_price_and_what_has_none(tau_bench_dir: Path, prices: 
     text = "\n".join(lines)
     for words in ("policy, prefill: ", "policy, sampled: ", "policy, trained: ", "judge, sampled: ", "saved states"):
         assert words in text
+    assert f"of {POLICY}, 100 a million (2026-11-01): " in text
+    assert f"of {JUDGE}, 20 a million (unknown date): " in text
+    assert "by prices of 2026-11-01, unknown date; look up what is asked today" in text
     assert f"The price table of 2026-11-30 has no price for prefill tokens of {USER}" in text
     assert "2 hours and 2 GPU hours" in text
     assert made.to_json()["price"]["money"] > 0

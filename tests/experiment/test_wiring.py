@@ -151,7 +151,7 @@ class Scorer:
         return [None, *([-1.0] * (len(tokens) - 1))]
 
 
-def collector_of(tau_bench_dir: Path, **advantage: Any) -> Collector:
+def collector_of(tau_bench_dir: Path, context_length: int | None = 10**6, **advantage: Any) -> Collector:
     """Of spec/sdpo.json with a compact prompt and other keys of its advantage; nothing is served."""
     exp = load(spec_folder() / "sdpo.json")
     protocol = dataclasses.replace(
@@ -161,7 +161,7 @@ def collector_of(tau_bench_dir: Path, **advantage: Any) -> Collector:
     )
     state: Any = SimpleNamespace(exp=dataclasses.replace(exp, protocol=protocol), options=Options(Path()))
     rendering, source = renderer.load("qwen3.5", offline(POLICY)), retail.load(tau_bench_dir)
-    return Collector(state, Settings(3, "current"), source, rendering, None, None, 10**6)
+    return Collector(state, Settings(3, "current"), source, rendering, None, None, context_length)
 
 
 def taught(tau_bench_dir: Path, composites: list[float], index: int, reward: float = 0.0, **advantage: Any) -> Any:

@@ -13,18 +13,19 @@ from paritygate.spec.schema import spec_folder, violations
 class ModelPrice:
     """Of one model, per million tokens: of prompts and scorings, of what is sampled, of what is trained on (or None).
 
-    source: where the numbers were read.
+    source: where the numbers were read. as_of: the day on which they were the service's, None where that is not known.
     """
 
     prefill: float
     sampled: float
     trained: float | None
     source: str
+    as_of: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """The table as it was on the day `as_of`; gpu_hour: of a held GPU, None where a service is paid by the token."""
+    """A table made on the day `as_of`; gpu_hour: of a held GPU, None where a service is paid by the token."""
 
     as_of: str
     currency: str
@@ -35,6 +36,11 @@ class Prices:
         """The price of a million tokens of a kind (prefill, sampled, trained); None where the table has none."""
         row = self.models.get(model)
         return None if row is None else {"prefill": row.prefill, "sampled": row.sampled, "trained": row.trained}[kind]
+
+    def day(self, model: str) -> str:
+        """The day of a model's prices, for a person."""
+        row = self.models.get(model)
+        return "unknown date" if row is None or row.as_of is None else row.as_of
 
 
 def find_prices(name: str | None, spec: Path) -> Path | None:

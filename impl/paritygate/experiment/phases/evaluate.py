@@ -39,8 +39,7 @@ async def evaluate(state: State) -> Decided:
         )
     write_atomic(state.directory / "items.jsonl", b"".join(canonical(finite(item)) + b"\n" for item in items))
     files = ["items.jsonl", *state.journal.files(PHASE)]
-    bound = max(collector.context_length, state.exp.max_seq_len)
-    facts: Record = {"items": len(items), "arms": _means(state, items), "max_seq_len": bound}
+    facts: Record = {"items": len(items), "arms": _means(state, items), "max_seq_len": collector.longest_evaluated}
     facts["agreement"] = agreement_with_rules(items)
     scores = ", ".join(
         f"{arm} {means['composite']:.3f} (reward {means['reward']:.3f})" for arm, means in facts["arms"].items()

@@ -79,11 +79,14 @@ def price_lines(exp: Experiment, cost: Cost | None) -> tuple[str, ...]:
         f"judge is asked once: {cost.saved_states} saved states, and tokens:"
     ]
     for row in cost.rows:
-        price = "no price" if row["price"] is None else f"{row['price']:g} a million: {row['money']:.2f}"
-        lines.append(
-            f"  {row['role']}, {row['kind']}: {millions(row['tokens'])} of {row['model']}, {price} {cost.currency}"
-        )
+        what = f"  {row['role']}, {row['kind']}: {millions(row['tokens'])} of {row['model']}"
+        price = "no price"
+        if row["price"] is not None:
+            price = f"{row['price']:g} a million ({row['day']}): {row['money']:.2f} {cost.currency}"
+        lines.append(f"{what}, {price}")
     if cost.money is not None:
         least = "at least the known part, " if cost.unknown else ""
-        lines.append(f"Together {least}{cost.money:.2f} {cost.currency}, by prices of {cost.as_of}.")
+        lines.append(
+            f"Together {least}{cost.money:.2f} {cost.currency}, by {cost.days()}; look up what is asked today."
+        )
     return (*lines, *cost.unknown, hours)

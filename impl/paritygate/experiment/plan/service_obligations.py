@@ -68,4 +68,4 @@ def proof_settings(exp: Experiment) -> dict[str, Any]:
 def price(exp: Experiment) -> tuple[int, int]:
     """Calls and tokens that the proof takes, about; preparation included."""
     entries = stands_on(exp).entries
-    return sum(entry.calls for entry in entries) + 80, sum(entry.tokens for entry in entries) + 4000
+    return sum(entry.calls for entry in entries) + 160, sum(entry.tokens for entry in entries) + 4000

@@ -47,7 +47,7 @@ class Collector:
         policy_renderer: Any,
         user: Partner | None,
         judge: Partner | None,
-        context_length: int,
+        context_length: int | None,
         policy_tokenizer: Any = None,
     ) -> None:
         self.state = state
@@ -56,9 +56,12 @@ class Collector:
         self.source = source
         self.renderer = policy_renderer
         self.context = prompt.context(self.exp.protocol.context.kind, source.wiki, source.tools)
-        # The service's context bounds the teacher's scorings and the evaluation's episodes; the spec's max_seq_len
-        # bounds what is trained on.
-        self.context_length = context_length
+        # The service's context, where it reports one, bounds everything; the spec's max_seq_len what is trained on.
+        # A scoring samples one token as well, so the longest sequence that can be scored is one shorter.
+        longest = self.exp.max_seq_len if context_length is None else context_length
+        self.longest_evaluated = longest
+        self.longest_scored = longest if context_length is None else longest - 1
+        self.longest_trained = min(self.exp.max_seq_len, self.longest_scored)
         self.policy_tokenizer = policy_tokenizer
         self._user = user
         self._judge = judge
@@ -81,7 +84,7 @@ class Collector:
             thinking = effort is not None
             made = renderer.load("auto", sampler.tokenizer, model=name, thinking=thinking, effort=effort)
             partners[role] = Partner(sampler, made, backend.context_lengths.get(name))
-        context_length = backend.context_lengths.get(exp.base_model, exp.max_seq_len)
+        context_length = backend.context_lengths.get(exp.base_model)
         user, judge = partners["user"], partners["judge"]
         tokenizer = policy.tokenizer
         return cls(state, settings, state.source, policy_renderer, user, judge, context_length, tokenizer)
@@ -125,7 +128,7 @@ class Collector:
         seed = derive(self.exp.arms[0].seed, purpose, step)
 
         async def play(task: int, rollout: int) -> Trajectory:
-            limits = self.limits(self.exp.protocol.rollout.temperature, self.exp.max_seq_len)
+            limits = self.limits(self.exp.protocol.rollout.temperature, self.longest_trained)
             return await self.episode(sampler, split, task, rollout, derive(seed, task, rollout), limits)
 
         async def teach(index: int, group: Sequence[Rollout]) -> TeacherScores:
@@ -161,7 +164,7 @@ class Collector:
         split = self.exp.protocol.evaluation.split
         seed = derive(self.exp.arms[0].seed, "evaluate", task_index, rollout, attempt)
         temperature = 0.0 if self.exp.eval.rollouts_per_task == 1 else self.exp.protocol.rollout.temperature
-        limits = self.limits(temperature, max(self.context_length, self.exp.max_seq_len))
+        limits = self.limits(temperature, self.longest_evaluated)
         trajectory = await self.episode(sampler, split, task_index, rollout, seed, limits)
         return Rollout(trajectory, await self.judge(trajectory))
 
@@ -205,7 +208,7 @@ class Collector:
             trajectory,
             feedback=judgement.rationale,
             sibling=None if sibling is None else group[sibling].trajectory,
-            limit=self.context_length,
+            limit=self.longest_scored,
             success_wording=advantage.success_wording,
         )
         logprobs = await teacher_logprobs(teacher, context, trajectory)
@@ -220,7 +223,7 @@ class Collector:
 
     async def score_again(self, sampler: Sampler, trajectory: Trajectory) -> tuple[float | None, ...]:
         """The student's own logprobs of a trajectory, by the path that scores the teacher: an empty block."""
-        limit = self.context_length
+        limit = self.longest_scored
         context = teacher_context(self.renderer, self.context, trajectory, feedback=None, sibling=None, limit=limit)
         return tuple(await teacher_logprobs(sampler, context, trajectory))
 

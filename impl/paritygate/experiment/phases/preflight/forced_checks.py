@@ -131,7 +131,7 @@ async def score(
         trajectory,
         feedback=None,
         sibling=solution,
-        limit=collector.context_length,
+        limit=collector.longest_scored,
     )
     return await teacher_logprobs(teacher, context, trajectory)
 

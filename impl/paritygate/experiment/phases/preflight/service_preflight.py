@@ -41,6 +41,12 @@ async def service_preflight(state: State) -> Decided:
     collector = await Collector.of(state, state.settings())
     facts["tokenizers"] = {name: tokenizer_digest(tokenizer) for name, tokenizer in collector.tokenizers().items()}
     facts["prompt_tokens"] = len(collector.opening_tokens(collector.train_tasks()[0]))
+    if collector.longest_trained < state.exp.max_seq_len:
+        what = (
+            f"{state.exp.base_model} has a context of {collector.longest_evaluated:,} tokens at this service: training "
+            f"ends an episode at {collector.longest_trained:,}, not at max_seq_len, {state.exp.max_seq_len:,}"
+        )
+        state.deviation(PHASE, "short_context", what)
     path = await _probe(state, collector, facts)
     what = "the embedded server" if backend.embedded else backend.endpoint
     return Decided(

@@ -16,8 +16,8 @@ TABLE = "prices.json"
 class Cost:
     """Used tokens and hours, with what they cost as far as the price table knows.
 
-    rows: role, model, kind, tokens, price (of a million) and money, the last two None where the table has none.
-    unknown: one sentence for each model without a price.
+    rows: role, model, kind, tokens, price (of a million), its day and money, these None where the table has none; the
+    day is "unknown date" where its source does not say. unknown: one sentence for each model without a price.
     """
 
     rows: tuple[Record, ...]
@@ -40,8 +40,13 @@ class Cost:
         parts = [f"tokens: {tokens or 'none'}", f"{self.saved_states} states saved", f"{self.hours:.2f} h"]
         if self.money is not None:
             least = "at least " if self.unknown else ""
-            parts.append(f"{least}{self.money:.2f} {self.currency} (prices of {self.as_of})")
+            parts.append(f"{least}{self.money:.2f} {self.currency} ({self.days()})")
         return "; ".join(parts)
+
+    def days(self) -> str:
+        """Of which days the prices are that were needed: the service may ask for others by now."""
+        days = sorted({str(row["day"]) for row in self.rows if row["day"] is not None})
+        return f"prices of {', '.join(days) or self.as_of}"
 
     @staticmethod
     def _kind(row: Record) -> str:
@@ -74,8 +79,9 @@ def cost_of(exp: Experiment, used: Usage, hours: tuple[float, float], prices: Pr
                 continue
             price = None if prices is None else prices.of(str(models[role]), kind)
             money = None if price is None else tokens * price / 1e6
+            day = None if prices is None or price is None else prices.day(str(models[role]))
             named = {"role": role, "model": models[role], "kind": kind}
-            rows.append({**named, "tokens": tokens, "price": price, "money": money})
+            rows.append({**named, "tokens": tokens, "price": price, "day": day, "money": money})
     money = None
     if prices is not None:
         money = sum(row["money"] or 0.0 for row in rows) + gpu * (prices.gpu_hour or 0.0)
