@@ -208,8 +208,8 @@ class ComputingService(ForeignService):
         here = body["sampling_session_id"]
         tokens = [token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]]
         path = self._sampling[here].get("model_path")
-        known = self.samplers[here].model == POLICY and (path is None or path in self._paths)
-        if not known or max(tokens) >= VOCABULARY:
+        computes = self.samplers[here].model == POLICY and (path is None or path in self._paths)
+        if not computes or max(tokens) >= VOCABULARY:
             return super()._asample(body)
         scoring = bool(body.get("prompt_logprobs"))
 

@@ -1,9 +1,7 @@
 """A thin layer over the SDK: answers are NumPy, and SDKs 0.18 to 0.38 look alike."""
 
 import contextlib
-import itertools
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -444,9 +442,3 @@ def read_sampled(answer: Any) -> Sampled:
 
 def _with_nan(values: Iterator[Any] | Sequence[Any]) -> Array:
     return np.array([np.nan if value is None else float(value) for value in values], float)
-
-
-def unique_names(prefix: str) -> Iterator[str]:
-    """Names for saved states that no earlier run used."""
-    stamp = f"{prefix}-{int(time.time() * 1000):x}"
-    return (f"{stamp}-{index}" for index in itertools.count(1))

@@ -326,13 +326,13 @@ def _classified(what: str, error: Exception) -> Exception:
     return Broken(text)
 
 
-def _of_status(code: int, text: str, said: str) -> Exception:
+def _of_status(code: int, text: str, detail: str) -> Exception:
     """What an HTTP status means."""
     if code in (401, 403):
-        return BackendError(f"The service refuses the API key ({said}); correct TINKER_API_KEY.")
+        return BackendError(f"The service refuses the API key ({detail}); correct TINKER_API_KEY.")
     if code == 402:
         return BackendError(
-            f"The service stopped the work for a matter of billing (HTTP 402: {said}); settle it with the service; "
+            f"The service stopped the work for a matter of billing (HTTP 402: {detail}); settle it with the service; "
             "then the same command goes on where it stopped."
         )
     if code == 410:

@@ -6,14 +6,15 @@ moved. Equal gradients move them equally, whatever the model; see design/090.
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from paritygate.service.client import Array, Datum, Pass, Sampler, Session, Trainer, unique_names
+from paritygate.service.client import Array, Datum, Pass, Sampler, Session, Trainer
 from paritygate.service.connection import Broken, Connection, NoAnswer, Refusal
 from paritygate.service.oracles import LOSSES, Oracle
 from paritygate.service.outcome import Undecided
@@ -393,3 +394,9 @@ def scale_of(one: Array, other: Array) -> tuple[float, float]:
 
 
 __all__ = ["Broken", "Lab", "Moved", "Noise", "Pass", "Settings", "f32", "measure_noise", "scale_of"]
+
+
+def unique_names(prefix: str) -> Iterator[str]:
+    """Names for saved states that no earlier run used."""
+    stamp = f"{prefix}-{int(time.time() * 1000):x}"
+    return (f"{stamp}-{index}" for index in itertools.count(1))
