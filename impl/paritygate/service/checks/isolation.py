@@ -173,11 +173,11 @@ def packed_samples(lab: Lab) -> Measured:
             if any(values is None for values in (*scores, *(sample.logprobs for sample in samples))):
                 return Measured(np.inf, "an answer has no logprobs")
             each["scores at once"] = _farthest([p[1:] for p in scores if p is not None], right)
-            own = [
+            trained = [
                 forward_logprobs(trainer, (*prompts[0], *sample.tokens))[-len(sample.tokens) :]
                 for trainer, sample in zip(trainers, samples, strict=True)
             ]
-            each["samples at once"] = _farthest([s.logprobs for s in samples if s.logprobs is not None], own)
+            each["samples at once"] = _farthest([s.logprobs for s in samples if s.logprobs is not None], trained)
             if met or max(each.values()) > bound:
                 break
         else:
