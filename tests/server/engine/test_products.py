@@ -90,6 +90,22 @@ def test_dot_products_take_bfloat16_and_give_float32(monkeypatch: pytest.MonkeyP
     assert float(FrozenLinear(weight * 2.0**-120)(rows * 2.0**-20)) == 0
 
 
+@pytest.mark.parametrize("inputs", [3, 64])
+def test_dot_products_keep_sixteen_bits_of_what_goes_backward(inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two products of bfloat16: what rounding loses of a gradient is multiplied, too; of frozen and learnt weights."""
+    monkeypatch.setenv("PARITYGATE_BFLOAT16", "dots")
+    if not products.dots(torch.bfloat16):
+        pytest.skip("no dot products of bfloat16 here: the CPU or the compiler has none")
+    weight = torch.ones(5, inputs, dtype=torch.bfloat16)
+    leaf, learnt = torch.ones(1, inputs, requires_grad=True), weight.clone().requires_grad_()
+    into = torch.tensor([[1 + 2.0**-15, 2.0**-9, 0.0, -3 * 2.0**-15, 2.0**100]])
+    for out in (FrozenLinear(weight)(leaf), linear(leaf, learnt)):
+        (small,) = torch.autograd.grad(out[:, :4], leaf, into[:, :4], retain_graph=True)
+        assert small.tolist() == [[1 + 2.0**-9 - 2.0**-14] * inputs]
+        (large,) = torch.autograd.grad(out, leaf, into)
+        assert large.tolist() == [[2.0**100] * inputs]
+
+
 def test_a_compiler_that_is_there_builds_the_kernels() -> None:
     """A source with a mistake must not pass for a machine without a compiler, whose tests are skipped."""
     try:

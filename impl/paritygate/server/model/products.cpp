@@ -41,23 +41,19 @@ static inline __attribute__((always_inline)) void tile(const float* a, int64_t a
     }
 }
 
+template <class D, int R, int N>
+static void tile_of(int64_t rows, const float* a, int64_t a_row, const typename D::Storage* b, int64_t b_row, float* c,
+                    int64_t c_row, int64_t depth, bool more) {
+    if (rows == R) return tile<D, R, N>(a, a_row, b, b_row, c, c_row, depth, more);
+    if constexpr (R > 1) tile_of<D, R - 1, N>(rows, a, a_row, b, b_row, c, c_row, depth, more);
+}
+
+// Tiles of one size, or the last of 16 rows would be 4, too few chains to keep the processor busy.
 template <class D, int N>
 static void tiles(const float* a, int64_t a_row, const typename D::Storage* b, int64_t b_row, float* c, int64_t c_row,
                   int64_t rows, int64_t depth, bool more) {
-    auto take = [&](auto run, int64_t count) {
-        while (rows >= count) {
-            run();
-            a += count * a_row, c += count * c_row, rows -= count;
-        }
-    };
-#define TAKE(R) take([&] { tile<D, R, N>(a, a_row, b, b_row, c, c_row, depth, more); }, R)
-    TAKE(TILE);
-    TAKE(6);
-    TAKE(4);
-    TAKE(3);
-    TAKE(2);
-    TAKE(1);
-#undef TAKE
+    for (int64_t left = (rows + TILE - 1) / TILE, size; rows > 0; left--, rows -= size, a += size * a_row, c += size * c_row)
+        tile_of<D, TILE, N>(size = (rows + left - 1) / left, a, a_row, b, b_row, c, c_row, depth, more);
 }
 
 // `size` is about how many multiplications there are: a thread starts in the time of a million of them.
@@ -96,7 +92,7 @@ static void linear_of(const Linear& x) {
                 const float* from = x.rows + first * x.inputs + k;
                 const auto* weight = (const typename D::Storage*)x.weight + (panel * x.inputs + k) * PANEL;
                 float* to = x.out + first * columns + panel * PANEL;
-                if (std::is_same<D, Float32>::value || count <= TILE) {
+                if (std::is_same<D, Float32>::value || count <= 2 * TILE) {
                     tiles<D, 2>(from, x.inputs, weight, PANEL, to, columns, count, depth, k > 0);
                     continue;
                 }

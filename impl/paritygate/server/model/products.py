@@ -146,23 +146,31 @@ class Panels:
         """(out, in), laid out anew."""
         return self.data.transpose(1, 2).flatten(2).flatten(0, 1)[: self.outputs, : self.inputs]
 
-    def product(self, rows: Tensor) -> Tensor:
-        """(..., T, in) -> (..., T, out), without a graph."""
+    def product(self, rows: Tensor, *, split: bool = False) -> Tensor:
+        """(..., T, in) -> (..., T, out), without a graph.
+
+        Dot products round rows to bfloat16; with `split` what that lost is multiplied too: 16 bits of 24 are kept.
+        """
         shape, dtype = (*rows.shape[:-1], self.outputs), rows.dtype
         flat = rows.reshape(-1, self.inputs)
         if self.paired:
-            flat = flat.bfloat16().contiguous()
-            if self.inputs % 2:
-                flat = torch.nn.functional.pad(flat, (0, 1))
-            out = torch.empty(len(flat), self.outputs, device="cpu")
-            sizes = (len(flat), self.data.shape[1], len(self.data), self.outputs, threads())
-            library().dots(ctypes.byref(_Dots(flat.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)))
+            rounded = flat.bfloat16()
+            out = self._dots(rounded)
+            if split:
+                out += self._dots((flat - rounded).bfloat16())
         else:
             flat = flat.float().contiguous()
             out = torch.empty(len(flat), len(self.data) * self.data.shape[2], device="cpu")
             sizes = (len(flat), self.inputs, len(self.data), self.data.dtype == torch.bfloat16, threads())
             library().linear(ctypes.byref(_Linear(flat.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)))
         return out[:, : self.outputs].to(dtype).reshape(shape)
+
+    def _dots(self, rows: Tensor) -> Tensor:
+        rows = torch.nn.functional.pad(rows, (0, 1)) if self.inputs % 2 else rows.contiguous()
+        out = torch.empty(len(rows), self.outputs, device="cpu")
+        sizes = (len(rows), self.data.shape[1], len(self.data), self.outputs, threads())
+        library().dots(ctypes.byref(_Dots(rows.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)))
+        return out
 
 
 class _Product(torch.autograd.Function):
@@ -179,9 +187,9 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         (grad_out,) = grads
         if ctx.frozen is not None:
-            return Panels.turned(ctx.frozen).product(grad_out), None, None
+            return Panels.turned(ctx.frozen).product(grad_out, split=True), None, None
         rows, weight = ctx.saved_tensors
-        grad_rows = Panels(weight.T).product(grad_out) if ctx.needs_input_grad[0] else None
+        grad_rows = Panels(weight.T).product(grad_out, split=True) if ctx.needs_input_grad[0] else None
         return grad_rows, grad_out.flatten(0, -2).T @ rows.flatten(0, -2), None
 
 
