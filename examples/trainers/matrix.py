@@ -132,13 +132,15 @@ def numbers(row: dict[str, Any]) -> str:
 
 
 def short(value: Any) -> str:
-    """Nested numbers at four digits."""
+    """Nested numbers at five digits, whole ones with all of theirs where those matter."""
     if isinstance(value, str) and ":" in value:
         return f"refused ({value.partition(':')[0]})"
     if isinstance(value, list):
         while len(value) == 1 and isinstance(value[0], list):
             (value,) = value
         return f"[{', '.join(map(short, value))}]"
+    if isinstance(value, float) and value.is_integer() and 1e5 <= abs(value) < 1e9:
+        return f"{value:.0f}"
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 

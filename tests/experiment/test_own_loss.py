@@ -113,7 +113,7 @@ def test_no_run_starts_by_an_edited_or_an_unknown_loss(
     text = (offered / LOSS).read_text()
     (offered / LOSS).write_text(text.replace("1 + high", "1 + low"))
     try:
-        with pytest.raises(Refused, match=rf"{LOSS} was edited since parity was shown") as refused:
+        with pytest.raises(Refused, match=rf"the loss {NAME} of {offered}: {LOSS} was edited since parity") as refused:
             run_spec(with_own_loss())
     finally:
         (offered / LOSS).write_text(text)

@@ -22,6 +22,7 @@ from paritygate.receipts.origins import refuse_shadowed
 from paritygate.receipts.provenance import refuse_other_sources
 from paritygate.receipts.signature import require_signature
 from paritygate.receipts.subjects import difference, subjects
+from paritygate.spec.losses import load_losses, required, shortfalls
 from paritygate.spec.project import Project, project_around
 
 GROUP = "paritygate.losses"
@@ -92,8 +93,11 @@ def require(name: str, run_dir: Path | None = None) -> ParityReceipt:
 
     run_dir: a run that goes on, which has to have been begun with these bytes.
     """
-    loss = name.partition(":")[2]
-    return require_parity(project_of(name).root, [loss], DEVICE, resumed=run_dir and folder(run_dir, name))
+    root, loss = project_of(name).root, name.partition(":")[2]
+    try:
+        return require_parity(root, [loss], DEVICE, resumed=run_dir and folder(run_dir, name))
+    except Refused as refusal:
+        raise Refused(f"the loss {name} of {root}: {refusal}") from refusal
 
 
 def guarded(
@@ -151,4 +155,7 @@ def as_it_ran(name: str, receipt: ParityReceipt) -> GroupAdvantages:
         raise Refused(f"{error} Its advantages cannot be computed anew without it.") from error
     if change := difference(receipt.subjects, subjects(project.root)):
         raise Refused(f"{project.root}/{change} since parity was shown for the loss {name} ({receipt.path.name}).")
+    wanted = required(load_losses(project.root), DEVICE, [name.partition(":")[2]])
+    if missing := shortfalls(wanted, receipt.part("obligations")):
+        raise Refused(f"{receipt.path} does not cover the loss {name}: {missing[0]}.")
     return imported(name, receipt)
