@@ -1,11 +1,13 @@
 """Kind 18: other machine code from the same sources. A receipt is bound to compiler, flags and what they built."""
 
+import hashlib
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from paritygate.receipts.environment import SETTINGS, settings
 from paritygate.receipts.parity import read_parity_receipt
 from tests.guard.small_tree import Tree
 
@@ -133,6 +135,45 @@ def test_the_rerun_has_what_the_run_has(compiled: Tree) -> None:
     assert len(shown) == 2
     assert shown[0] == shown[1]
     assert shown[0]["compiler_flags"].startswith("-O1 -funroll-loops ")
+
+
+SET = {
+    "LD_PRELOAD": "libm.so.6",
+    "LD_LIBRARY_PATH": "/nowhere",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2",
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_DEFAULT_FPMATH_MODE": "BF16",
+    "NPY_DISABLE_CPU_FEATURES": "AVX2",
+    "TRITON_OVERRIDE_DIR": "/nowhere",
+}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_what_chooses_other_machine_code_is_bound(tree: Tree, name: str) -> None:
+    tree.refused(f"settings is {name}={SET[name]} here, parity-", **{name: SET[name]})
+    if name == "LD_PRELOAD":
+        tree.check_refused(f"settings is {name}=", **{name: SET[name]})
+
+
+def test_a_library_that_is_preloaded_is_bound_by_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "exp.so"
+    library.write_bytes(b"halves exp")
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert settings() == "none"
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    digest = hashlib.sha256(b"halves exp").hexdigest()
+    assert settings() == f"LD_PRELOAD={library} exp.so sha256:{digest}"
+    library.write_bytes(b"halves exp later")
+    assert digest not in settings()
+
+
+def test_the_rerun_has_the_settings_of_the_run(bare: Tree) -> None:
+    chosen = {"ATEN_CPU_CAPABILITY": "default", "GLIBC_TUNABLES": "glibc.malloc.check=0"}
+    assert green(bare, **chosen)["settings"] == ("GLIBC_TUNABLES=glibc.malloc.check=0 ATEN_CPU_CAPABILITY=default")
+    done = bare.run("--service", **chosen)
+    assert (done.returncode, "ran 4.0" in done.stdout) == (0, True), done
+    bare.refused("settings is none here", "--service")
 
 
 @pytest.mark.parametrize("name", ["CPATH", "CPLUS_INCLUDE_PATH"])

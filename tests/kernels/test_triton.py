@@ -86,3 +86,40 @@ def test_compiles_for_ampere_hopper_and_blackwell_without_spills() -> None:
         registers, stack, local = (int(re.search(rf"{x}:(\d+)", line)[1]) for x in ("REG", "STACK", "LOCAL"))
         assert registers <= 128, line
         assert stack == local == 0, line
+
+
+POISONED = """
+import os, sys, tempfile
+from pathlib import Path
+cache = Path(os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp()))
+sys.path.insert(0, sys.argv[1])
+from paritygate import bootstrap
+if sys.argv[2] == "sources":
+    bootstrap.LOADED["somewhere"] = "a digest"
+from triton import compile as compile_for
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from paritygate.losses.engines.triton import divergence
+
+kernel = divergence.truncated_gradient_kernel
+signature = {"p_ptr": "*fp32", "out_ptr": "*fp32", "saved_ptr": "*fp64", "scale_ptr": "*fp64", "p_stride": "i32"}
+signature |= {"V": "i32", "blocks": "i32", "WIDE": "constexpr"}
+source = ASTSource(kernel, signature, constexprs={"WIDE": divergence.BLOCK})
+for _ in range(2):
+    made = compile_for(source, target=GPUTarget("cuda", 80, 32), options=divergence.OPTIONS)
+    print(made.asm["cubin"][1:4].decode())
+    for path in cache.rglob("*.cubin"):
+        path.write_bytes(b".BAD")
+"""
+
+
+@pytest.mark.parametrize(("mode", "second"), [("sources", "ELF"), ("anything", "BAD")])
+def test_a_session_from_sources_alone_reads_no_kernel_from_a_cache(mode: str, second: str, tmp_path: Path) -> None:
+    """Whoever can write there could hand it another kernel; elsewhere the cache is Triton's own affair."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", POISONED, str(IMPL), mode],
+        capture_output=True, text=True, timeout=600, env=environment, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["ELF", second], done

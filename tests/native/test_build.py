@@ -107,6 +107,15 @@ def test_a_compiler_makes_the_same_bytes_again() -> None:
 
 
 @needs_compiler
+def test_a_compiler_that_writes_debug_information_makes_the_same_bytes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the folder, which is another one each time: `zig c++` writes it without being asked."""
+    monkeypatch.setenv("CXX", f"{FOUND} -ggdb3")
+    command = libraries.compiler_command()
+    assert "-ggdb3" in command
+    assert libraries.build(command, SMALL) == libraries.build(command, SMALL)
+
+
+@needs_compiler
 def test_what_is_opened_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARITYGATE_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "small.cpp"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paritygate import bootstrap
 
-FLAGS = ("-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-w", "-shared", "-fPIC", "-pthread")
+FLAGS = ("-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-w", "-g0", "-shared", "-fPIC", "-pthread")
 INHERITED = ("PATH", "TMPDIR", "LD_LIBRARY_PATH", "HOME", "SDKROOT", "DEVELOPER_DIR")
 WIDE = "-mprefer-vector-width=512"
 

@@ -14,11 +14,24 @@ from typing import Any
 from paritygate.bootstrap import LIBRARIES
 from paritygate.errors import BadInputError, Refused
 from paritygate.native import build_record
+from paritygate.receipts.files import sha256_file
 from paritygate.spec.losses import device_class, device_index
 
 KERNELS = ("kernels", "compiler", "compiler_version", "compiler_flags", "cpu", "bfloat16")
-DECIDING = ("device", "torch", "cuda", "gpu", "driver", "matmul_precision", *KERNELS)
+DECIDING = ("device", "torch", "cuda", "gpu", "driver", "matmul_precision", "settings", *KERNELS)
 """Entries of `environment` that must be equal for a receipt to hold."""
+
+PRELOADED = ("LD_PRELOAD", "LD_AUDIT", "DYLD_INSERT_LIBRARIES")
+SETTINGS = (
+    *PRELOADED,
+    *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "GLIBC_TUNABLES"),
+    *("ATEN_CPU_CAPABILITY", "NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "OPENBLAS_CORETYPE"),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE"),
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET", "TRITON_KERNEL_OVERRIDE", "TRITON_OVERRIDE_DIR"),
+    *("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"),
+)
+"""Variables that put other machine code in the place of what was shown, or choose another variant of it."""
 
 
 def installed(root: Path) -> dict[str, str]:
@@ -42,7 +55,7 @@ def version_of(name: str) -> str:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """device, torch, cuda, gpu, driver, matmul_precision, what builds the kernels (these decide); the rest informs.
+    """What decides (device, torch, cuda, gpu, driver, matmul_precision, settings, what builds the kernels), and more.
 
     Information: threads, python, platform. `libraries` holds the digest of each native library that this process has
     opened: a run has to open the same.
@@ -57,6 +70,7 @@ def environment(device: str) -> dict[str, Any]:
         "gpu": gpu,
         "driver": driver,
         "matmul_precision": matmul_precision(),
+        "settings": settings(),
         **kernels(),
         "libraries": dict(sorted(LIBRARIES.items())),
         "threads": threads(),
@@ -130,6 +144,16 @@ def matmul_precision() -> str:
         if os.environ.get(name)
     ]
     return " ".join([current, *overrides])
+
+
+def settings() -> str:
+    """The variables of SETTINGS that are set, `NAME=VALUE`, with the digest of each file that is preloaded; or none."""
+    said = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
+    for name in PRELOADED:
+        for path in re.split(r"[ :]+", os.environ.get(name, "")):
+            if os.path.isfile(path):
+                said.append(f"{os.path.basename(path)} sha256:{sha256_file(path)}")
+    return " ".join(said) or "none"
 
 
 def threads() -> int:

@@ -9,6 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from paritygate.errors import Refused
+from paritygate.receipts.environment import SETTINGS
 from paritygate.receipts.files import write_atomic
 from paritygate.receipts.git import git
 from paritygate.receipts.parity import NAME, ParityReceipt, read_parity_receipt
@@ -16,12 +17,11 @@ from paritygate.receipts.subjects import difference, subjects
 from paritygate.spec.losses import load_losses
 from paritygate.spec.project import project_at
 
-KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "CUDA_VISIBLE_DEVICES")
 """What a process needs to find anything."""
 DECIDES = (
-    *("CXX", "PARITYGATE_KERNELS", "PARITYGATE_BFLOAT16", "TRITON_INTERPRET"),
-    *("ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
-    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+    *("CXX", "PARITYGATE_KERNELS", "PARITYGATE_BFLOAT16", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", *SETTINGS),
 )
 """What decides the numbers of the run that asks, and so has to be the same; nothing else of its environment is seen."""
 
