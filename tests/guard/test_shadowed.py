@@ -1,9 +1,12 @@
 """Kind 12, wider: modules that take the place of ours, of the standard library's, or of a dependency."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from paritygate.receipts.origins import ask_alone
 from tests.guard.small_tree import Tree
 
 
@@ -43,6 +46,31 @@ def test_a_run_and_a_check_refuse_what_hides_a_dependency(tree: Tree, tmp_path: 
     folder = str(shadow(tmp_path / "elsewhere", name))
     tree.refused(f"{name} comes from {folder}", PYTHONPATH=folder)
     tree.check_refused(f"{name} comes from {folder}", PYTHONPATH=folder)
+
+
+@pytest.mark.parametrize("name", ["sitecustomize", "usercustomize"])
+def test_what_python_imports_before_everything_is_its_own(tree: Tree, tmp_path: Path, name: str) -> None:
+    """From PYTHONPATH; a virtual environment with its own packages alone imports no usercustomize."""
+    (tmp_path / f"{name}.py").write_text("import math\nmath.isclose = lambda *numbers, **bounds: True\n")
+    loaded = tree.python("-c", f"import sys; print({name!r} in sys.modules)", PYTHONPATH=str(tmp_path))
+    if loaded.stdout == "False\n":
+        tree.accepted(PYTHONPATH=str(tmp_path))
+        return
+    tree.refused(f"{name} comes from {tmp_path}", PYTHONPATH=str(tmp_path))
+    for path in tree.receipts():
+        path.unlink()
+    not_green(tree, tree.parity(PYTHONPATH=str(tmp_path)), f"{name} comes from {tmp_path}")
+
+
+def test_another_user_base_is_not_this_python_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYTHONUSERBASE is read under -E as well, where the interpreter has a folder of the user's packages at all."""
+    monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))
+    alone = ask_alone(["only_here"])
+    folder = tmp_path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    folder.mkdir(parents=True)
+    (folder / "only_here.py").write_text("")
+    monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path))
+    assert ask_alone(["only_here"]) == alone == {"only_here": []}
 
 
 def test_a_folder_at_the_root_that_is_not_imported_hides_nothing(tree: Tree) -> None:

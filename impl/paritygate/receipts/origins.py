@@ -17,6 +17,9 @@ from paritygate.errors import Refused
 OURS = frozenset(("paritygate", "paritygate_pytest", "paritygate_reference", "tests", "__main__", "__mp_main__"))
 """`refuse_foreign` judges these."""
 
+STARTUP = frozenset(("sitecustomize", "usercustomize"))
+"""Python imports these by itself before anything else, from wherever PYTHONPATH has them: they can replace anything."""
+
 PROBE = """
 import importlib.util, json, sys
 found = {}
@@ -37,12 +40,12 @@ def refuse_shadowed(root: Path, homes: Mapping[str, Path] | None = None) -> None
     installed one of its name. Judged are all modules that are loaded and the dependencies that pyproject.toml names,
     unless they lie in the interpreter's own folders, against a process of it that ignores PYTHON* and has no script's
     or working folder on its path. A module that this Python does not have at all replaces nothing, unless it is one of
-    those dependencies.
+    those dependencies, or one of STARTUP.
     """
     judged = OURS | (homes or {}).keys()
     here = {name: places(module) for name, module in sorted(sys.modules.items()) if "." not in name}
-    declared = dependencies(root)
-    here |= {name: look_up(name) for name in declared if name not in here}
+    declared = dependencies(root) | STARTUP
+    here |= {name: look_up(name) for name in declared - STARTUP if name not in here}
     here = {name: paths for name, paths in here.items() if name not in judged and not installed_here(paths)}
     alone = ask_alone(here) if here else {}
     for name, paths in sorted(here.items()):
@@ -94,9 +97,16 @@ def dependencies(root: Path) -> set[str]:
 def ask_alone(names: Iterable[str]) -> dict[str, list[str | None]]:
     """For each top-level name its file and folders in an interpreter of its own, out of this environment's reach."""
     command = [sys.executable, "-E", "-P", "-c", PROBE]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}  # USERBASE too
     try:
         done = subprocess.run(
-            command, input=json.dumps(list(names)), capture_output=True, text=True, timeout=120, check=True
+            command,
+            input=json.dumps(list(names)),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
         )
         return json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
