@@ -19,7 +19,9 @@ def group_mean_advantage(rewards: Tensor | Sequence[float]) -> Tensor:
     Source: GRPO without the division by the standard deviation (arXiv 2503.20783, section 3).
     Obligations: grpo/value, grpo/equal_rewards, grpo/constant.
     """
-    group = torch.as_tensor(rewards, dtype=torch.float64).detach()
+    group = (
+        (rewards if isinstance(rewards, Tensor) else torch.as_tensor(rewards, dtype=torch.float64)).double().detach()
+    )
     if group.ndim == 0:
         raise ValueError("group_mean_advantage: rewards are a single number; groups of shape (..., G) are expected")
     if group.shape[-1] == 0:
@@ -27,7 +29,8 @@ def group_mean_advantage(rewards: Tensor | Sequence[float]) -> Tensor:
     refuse_where(~torch.isfinite(group), group, "group_mean_advantage: the reward")
     # G differences of the largest rewards may sum to more than float64 holds: then all is divided by a power of two
     smaller = 2.0 ** -(group.shape[-1].bit_length() + 1)
-    scale = torch.where(group.abs().amax(-1, keepdim=True) > HUGE, smaller, 1.0)
+    largest = group.abs().amax(-1, keepdim=True)
+    scale = torch.ones_like(largest).masked_fill(largest > HUGE, smaller)
     scaled = group * scale
     centred = scaled - scaled[..., :1]
     advantage = (centred - centred.mean(dim=-1, keepdim=True)) / scale

@@ -40,11 +40,11 @@ class Block:
     def __init__(self, student: Tensor, entries: int) -> None:
         rows, chunks = rows_of(student, entries), -(-student.shape[1] // CHUNK)
         self.step = min(rows, rows_of(student, PIECE))
-        self.p, self.q, self.diff = (torch.empty(rows, chunks * CHUNK, device=student.device) for _ in range(3))
+        self.p, self.q, self.diff = (student.new_empty((rows, chunks * CHUNK), dtype=torch.float32) for _ in range(3))
         for buffer in (self.p, self.q, self.diff):
             buffer[:, student.shape[1] :] = 0.0
-        self.buffer = torch.empty(self.step, chunks * CHUNK, device=student.device)
-        self.tops, self.parts = (torch.empty(n, rows, chunks, device=student.device) for n in (2, 3))
+        self.buffer = student.new_empty((self.step, chunks * CHUNK), dtype=torch.float32)
+        self.tops, self.parts = (student.new_empty((n, rows, chunks), dtype=torch.float32) for n in (2, 3))
 
     def pieces(self, count: int) -> Iterator[slice]:
         """The first `count` rows, as many at a time as stay in a cache of one core's."""
@@ -140,7 +140,7 @@ class Block:
                 torch.addcmul(buffer, self.q[rows], of_q[rows], value=-1.0, out=buffer)
                 self.refine(buffer, near_certain[rows], factors[rows], rows)
             if any(idle[rows]):
-                buffer[torch.tensor(idle[rows], device=buffer.device)] = 0.0  # whatever they hold
+                buffer[torch.tensor(idle[rows], dtype=torch.bool, device=buffer.device)] = 0.0  # whatever they hold
             if not direct:
                 out[rows] = buffer[:, :v]
         l_p, l_q = row_stats[:, RowStat.STUDENT_LOGPROB], row_stats[:, RowStat.TEACHER_LOGPROB]
@@ -182,7 +182,9 @@ def largest(values: Tensor, tops: Tensor) -> Tensor:
 
 def chunks_at(values: Tensor, at: Tensor) -> Tensor:
     """Of each row (n, whole CHUNKs) the chunks `at` (n, k), (n, k, CHUNK)."""
-    first = torch.arange(0, values.numel() // CHUNK, values.shape[1] // CHUNK, device=values.device)[:, None]
+    first = torch.arange(0, values.numel() // CHUNK, values.shape[1] // CHUNK, dtype=torch.int64, device=values.device)[
+        :, None
+    ]
     return values.view(-1, CHUNK).index_select(0, (at + first).flatten()).view(*at.shape, CHUNK)
 
 

@@ -140,5 +140,5 @@ def lowest_top_k(logits: Tensor, k: int) -> Tensor:
     ties_kept = k - above.sum(-1, keepdim=True)
     mask = above | (level & (level.cumsum(-1) <= ties_kept))
     slot = torch.where(mask, mask.cumsum(-1) - 1, k)  # what is not kept goes to one slot too many
-    entry = torch.arange(logits.shape[1], device=logits.device).expand_as(slot)
+    entry = torch.arange(logits.shape[1], dtype=torch.int64, device=logits.device).expand_as(slot)
     return torch.zeros(logits.shape[0], k + 1, dtype=torch.int64, device=logits.device).scatter_(1, slot, entry)[:, :k]

@@ -139,7 +139,10 @@ class Fused:
         if not bool(open_rows.any()):
             return None
         actions, tokens = self.batch.actions[span.rows], self.levels.tokens[span.actions]
-        position = torch.arange(len(actions), device=actions.device) - (tokens.cumsum(0) - tokens)[of_action]
+        position = (
+            torch.arange(len(actions), dtype=torch.int64, device=actions.device)
+            - (tokens.cumsum(0) - tokens)[of_action]
+        )
         late = open_rows & (2 * position >= tokens[of_action].clamp(min=2))
         student = row_ops.statistics(p, p, actions)[:, RowStat.STUDENT_LOGPROB]
         q.copy_(p)

@@ -160,7 +160,7 @@ class Panels:
                 out += self._dots((flat - rounded).bfloat16())
         else:
             flat = flat.float().contiguous()
-            out = torch.empty(len(flat), len(self.data) * self.data.shape[2], device="cpu")
+            out = torch.empty(len(flat), len(self.data) * self.data.shape[2], dtype=torch.float32, device="cpu")
             sizes = (len(flat), self.inputs, len(self.data), self.data.dtype == torch.bfloat16, threads())
             library().linear(ctypes.byref(_Linear(flat.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)))
         return out[:, : self.outputs].to(dtype).reshape(shape)
@@ -203,7 +203,7 @@ class _Normalizers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         logits = logits.contiguous()
-        out = torch.empty(logits.shape[0], device="cpu")
+        out = torch.empty(logits.shape[0], dtype=torch.float32, device="cpu")
         pointers = (ctypes.c_void_p(logits.data_ptr()), *map(ctypes.c_int64, (*logits.shape, threads())))
         library().normalize(*pointers, ctypes.c_void_p(out.data_ptr()))
         ctx.save_for_backward(logits, out)
@@ -274,7 +274,7 @@ def attend(
     `fresh` k and v (K, T, D) are written to those addresses first. The caller keeps the memory there alive.
     """
     heads, length, dim = q.shape
-    out = torch.zeros(length, heads, dim, device="cpu")
+    out = torch.zeros(length, heads, dim, dtype=torch.float32, device="cpu")
     q = _inner(q)
     k, v = (None, None) if fresh is None else map(_inner, fresh)
     library().attend(

@@ -66,7 +66,7 @@ def statistics(student: Tensor, teacher: Tensor, actions: Tensor) -> Tensor:
     count = student.shape[0]
     result = torch.empty(count, len(RowStat), dtype=torch.float64, device="cpu")
     shut = torch.zeros(1, dtype=torch.uint8, device="cpu")
-    starts = torch.tensor([0, count], device="cpu")
+    starts = torch.tensor([0, count], dtype=torch.int64, device="cpu")
     _call(student, teacher, actions, None, result, starts=starts, success=shut)
     return result
 
