@@ -93,6 +93,7 @@ def bootstrap(script: str) -> Path:
 
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EFBIG)
+NAMES = (errno.ENAMETOOLONG, errno.ELOOP)
 READER_GONE = 141  # what a shell calls a process that SIGPIPE ended
 
 
@@ -115,11 +116,13 @@ def exit_code(program: str, work: Callable[[], str | int], *, interrupted: str =
         silence()
         return READER_GONE
     except OSError as error:
-        if error.errno not in DISK:
+        if error.errno not in (*DISK, *NAMES):
             raise
         silence()
-        what = error.filename or "the output"
-        return complain(f"{program}: {what} cannot be written: {error.strerror}.", BadInputError.exit_code)
+        what = f"{error.filename or 'the output'} cannot be written"
+        if error.errno in NAMES:
+            what = f"{str(error.filename)[:80]} is no usable path"
+        return complain(f"{program}: {what}: {error.strerror}.", BadInputError.exit_code)
     return write(program, result)
 
 

@@ -13,6 +13,7 @@ import pytest
 from paritygate.__main__ import COMMANDS
 from paritygate.errors import Refused
 from paritygate.receipts import PhaseChain, require_parity
+from paritygate.receipts.environment import SETTINGS
 from paritygate.receipts.parity import read_parity_receipt, write_parity_receipt
 from paritygate.receipts.provenance import files_of
 from paritygate.spec import SpecError, load
@@ -150,6 +151,14 @@ def test_a_session_says_that_its_receipt_could_not_be_written(bare: Tree) -> Non
     assert "INTERNALERROR" not in output
 
 
+def test_what_pytest_cannot_cache_is_no_failure(bare: Tree) -> None:
+    """A checkout that is read only, say, whose receipt is there already: pytest warns, and parity holds."""
+    (bare.root / ".pytest_cache").write_text("no folder")
+    output = bare.parity()
+    assert "parity: green, 4 obligations" in output, output
+    assert "PytestCacheWarning" in output
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EIO])
 def test_a_disk_that_takes_nothing(tree: Tree, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     (receipt,) = tree.receipts()
@@ -171,7 +180,8 @@ def test_a_disk_that_takes_nothing(tree: Tree, monkeypatch: pytest.MonkeyPatch, 
 def shell(tree: Tree, text: str) -> "subprocess.CompletedProcess[str]":
     """The command under a shell whose exit code is that of the first process of a pipe."""
     script = f"set -o pipefail; P={sys.executable}; {text}"
-    return subprocess.run(["bash", "-c", script], cwd=tree.root, capture_output=True, text=True, check=False)
+    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS}  # as the receipt was made
+    return subprocess.run(["bash", "-c", script], cwd=tree.root, env=kept, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +192,7 @@ def shell(tree: Tree, text: str) -> "subprocess.CompletedProcess[str]":
         ("$P impl/verify.py --parity > /dev/full", 2, "verify.py: the output cannot be written: No space left"),
         ("$P impl/verify.py --parity --device cuda:x", 2, "verify.py: --device cuda:x: cpu or cuda is expected"),
         ("rm receipts/*.json; $P impl/verify.py --parity 2> /dev/full", 3, ""),
+        ("$P impl/verify.py $(printf 'a%.0s' $(seq 5000))", 2, f"verify.py: {'a' * 80} is no usable path: File name"),
     ],
 )
 def test_verify(tree: Tree, command: str, code: int, words: str) -> None:
