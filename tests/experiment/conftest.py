@@ -10,6 +10,7 @@ from paritygate import experiment
 from paritygate.agent import renderer
 from paritygate.backend.contact import Contact
 from paritygate.backend.vocabulary import offline
+from paritygate.experiment import audit
 from paritygate.server import Running, start
 from paritygate.spec import Experiment, load
 from tests.experiment import stub_guard
@@ -66,6 +67,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedService], Scr
 def lean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out a slow part that has tests of its own: the page."""
     monkeypatch.setattr("paritygate.report.write", lambda directory: (directory / "report.html").write_text("page"))
+
+
+@pytest.fixture
+def audited(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[str]]:
+    """audited(run): the run held against itself; its digests, and its page where that is left out, are tested alone."""
+    monkeypatch.setattr(audit, "replay", lambda *_: ["the verdict"])
+    monkeypatch.setattr(audit, "check_page", lambda *_: "no page")
+    return lambda run: audit.audit(run, ROOT)
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ FAILING: dict[str, Script] = {
 
 
 @pytest.mark.parametrize("case", FAILING)
-def test_a_failing_gate_stops_the_run(case: str, run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+def test_a_failing_gate_stops_the_run(case: str, run_spec: Any, scripted: Any, audited: Any, tmp_path: Path) -> None:
     scripted(ScriptedService(FAILING[case]))
     with pytest.raises(GateStopped) as stopped:
         run_spec(brief())
@@ -59,6 +59,7 @@ def test_a_failing_gate_stops_the_run(case: str, run_spec: Any, scripted: Any, t
     assert kinds == (["divergence"] if case == DIVERGING else [])
     assert all(attempt["outcome"] != "every gate passes" for attempt in record["facts"]["fallbacks"])
     check_logs_and_cap(tmp_path / "run", record)
+    audited(tmp_path / "run")
 
 
 def check_logs_and_cap(run: Path, record: dict[str, Any]) -> None:
@@ -90,7 +91,7 @@ def test_a_stopped_run_stays_stopped(run_spec: Any, scripted: Any, tmp_path: Pat
     assert after == before
 
 
-def test_a_frozen_teacher_that_passes_is_adopted(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+def test_a_frozen_teacher_that_passes_is_adopted(run_spec: Any, scripted: Any, audited: Any, tmp_path: Path) -> None:
     service = scripted(ScriptedService(Script(gap=0.02, frozen_gap=1.0)))
     run_spec(brief())
     facts = PhaseChain(tmp_path / "run").record("activation_pilot")["facts"]
@@ -100,9 +101,12 @@ def test_a_frozen_teacher_that_passes_is_adopted(run_spec: Any, scripted: Any, t
     deviations = read_lines(tmp_path / "run" / "deviations.jsonl")
     assert [line["kind"] for line in deviations if line["phase"] == "activation_pilot"] == ["fallback"]
     assert any("train-sdpo_token-initial-" in path for path in service.ever_saved)
+    audited(tmp_path / "run")
 
 
-def test_more_turns_that_pass_are_adopted_for_both_arms(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+def test_more_turns_that_pass_are_adopted_for_both_arms(
+    run_spec: Any, scripted: Any, audited: Any, tmp_path: Path
+) -> None:
     """Composites vary only in episodes of more than twelve turns, which only the second fallback allows."""
 
     def late(seed: int, length: int) -> list[float]:
@@ -118,6 +122,7 @@ def test_more_turns_that_pass_are_adopted_for_both_arms(run_spec: Any, scripted:
     trained = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["phase"] == "train"]
     assert {line["turns"] for line in trained} == {16}
     assert {line["arm"] for line in trained} == {"grpo", "sdpo_token"}
+    audited(tmp_path / "run")
 
 
 LONG = 2050  # tokens of a judge prompt: about 2,000 with twelve turns, 2,110 with sixteen

@@ -76,7 +76,7 @@ def strip(line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if key not in ("arm", "index")}
 
 
-def test_nan_stops_before_the_step_and_says_where(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+def test_nan_stops_before_the_step_and_says_where(run_spec: Any, scripted: Any, audited: Any, tmp_path: Path) -> None:
     reference = scripted(ScriptedService())
     run_spec(brief(), output=tmp_path / "reference")
     updates = training(reference, tmp_path / "reference")
@@ -95,9 +95,10 @@ def test_nan_stops_before_the_step_and_says_where(run_spec: Any, scripted: Any, 
     assert "adam" not in service.updates[-1]
     assert PhaseChain(tmp_path / "run").record("train")["outcome"] == "stopped"
     assert len([line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["phase"] == "train"]) == 3
+    audited(tmp_path / "run")
 
 
-def test_a_diverging_advantage_stops_training(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+def test_a_diverging_advantage_stops_training(run_spec: Any, scripted: Any, audited: Any, tmp_path: Path) -> None:
     """The pilots pass, then the teacher's distance passes the gate's upper bound: stop and record, no tuning."""
     service = ScriptedService()
     scripted(service)
@@ -108,10 +109,11 @@ def test_a_diverging_advantage_stops_training(run_spec: Any, scripted: Any, tmp_
     assert "arm sdpo_token at step 0" in str(stopped.value)
     deviations = read_lines(tmp_path / "run" / "deviations.jsonl")
     assert [line["kind"] for line in deviations if line["phase"] == "train"] == ["divergence"]
+    audited(tmp_path / "run")
 
 
 def test_an_item_without_a_judgement_leaves_the_evaluation_resumable(
-    run_spec: Any, scripted: Any, tmp_path: Path
+    run_spec: Any, scripted: Any, audited: Any, tmp_path: Path
 ) -> None:
     """Exit 5; a resume tries the missing items alone, with other seeds; the result is then as final as any."""
     service = scripted(ScriptedService())
@@ -150,6 +152,7 @@ def test_an_item_without_a_judgement_leaves_the_evaluation_resumable(
         assert [answer["text"] for answer in line["judge_answers"]] == ["five stars"] * 3
     deviations = read_lines(tmp_path / "run" / "deviations.jsonl")
     assert [line["kind"] for line in deviations if line["phase"] == "evaluate"] == ["missing_item_tried_again"] * 2
+    audited(tmp_path / "run")
 
 
 def test_a_judge_that_never_answers_never_ends_the_evaluation(run_spec: Any, scripted: Any, tmp_path: Path) -> None:

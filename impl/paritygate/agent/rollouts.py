@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from paritygate.agent.judge.judgement import Judged
+from paritygate.agent.judge.judgement import Answer, Judged, Judgement
 from paritygate.agent.trajectory import Trajectory
+from paritygate.spec.protocol import DIMENSIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,15 @@ class TeacherScores:
     def to_json(self) -> dict[str, Any]:
         """What trajectories/*.jsonl holds."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "context"}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "TeacherScores":
+        """The scores that `to_json` wrote, without their context; infinities and NaN are written as text."""
+        return cls(**{**data, "logprobs": _nats(data["logprobs"]), "student": _nats(data["student"])})
+
+
+def _nats(row: Sequence[float | str | None] | None) -> Any:
+    return None if row is None else tuple(None if value is None else float(value) for value in row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +76,20 @@ class Rollout:
             "judge_first_try_parsed": self.judged.first_try_parsed,
             "teacher": None if self.teacher is None else self.teacher.to_json(),
         }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Rollout":
+        """The rollout that a line of trajectories/*.jsonl tells of."""
+        said, teacher = data["judgement"], data["teacher"]
+        scores = None if said is None else {name: said[name] for name in (*DIMENSIONS, "rationale")}
+        judged = Judged(
+            None if scores is None else Judgement(**scores),
+            data["judge_tries"],
+            data["judge_first_try_parsed"],
+            tuple(Answer(**answer) for answer in data["judge_answers"]),
+        )
+        trajectory = Trajectory.from_json({**data, "sampler_logprobs": _nats(data["sampler_logprobs"])})
+        return cls(trajectory, judged, None if teacher is None else TeacherScores.from_json(teacher))
 
 
 @dataclasses.dataclass(frozen=True)

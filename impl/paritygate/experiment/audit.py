@@ -1,13 +1,12 @@
 """A finished run held against itself: what its files derive from each other is derived again, offline.
 
 Digests show that nothing was touched since; whoever recomputes them all can still contradict himself. Here the phases
-are those of the spec, metrics and items those of the units, units those of the trajectories, and rewards, rule scores,
-advantages and the page are computed anew.
+are those of the spec, metrics and items those of the units, units those of the trajectories (training steps:
+`audit_steps`), and rewards, rule scores, advantages and the page are computed anew.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from itertools import groupby
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,24 @@ from paritygate.agent.episode import agent_messages
 from paritygate.agent.judge import Judgement
 from paritygate.agent.judge.judgement import DIMENSIONS
 from paritygate.agent.judge.rules import judge_messages
+from paritygate.agent.rollouts import Rollout
+from paritygate.agent.seeds import derive
 from paritygate.agent.trajectory import GRADED, Trajectory
 from paritygate.errors import BadInputError, Refused
+from paritygate.experiment.audit_steps import (
+    alike,
+    check_cost,
+    check_episode,
+    check_facts,
+    check_steps,
+    lines_of,
+    record_of,
+)
 from paritygate.experiment.plan.service_obligations import JSON, RECEIPT, proof_settings, stands_on
 from paritygate.experiment.protocol import PHASES
 from paritygate.experiment.run.entry_points import GroupAdvantages, as_it_ran, folder
 from paritygate.experiment.run.journal import finite
 from paritygate.experiment.run.replay import replay
-from paritygate.experiment.step.advantages import group_advantages
 from paritygate.receipts import PhaseChain, canonical, read_parity_receipt
 from paritygate.receipts.environment import installed
 from paritygate.receipts.signature import run_signer
@@ -30,11 +39,9 @@ from paritygate.service import report as reports
 from paritygate.service.receipt import receipt as service_receipt
 from paritygate.service.receipt import verify
 from paritygate.spec import Experiment, SpecError, load
-from paritygate.spec.strict import parse_json, read_plain
+from paritygate.spec.strict import read_plain
 
 Record = dict[str, Any]
-CLOSE = 1e-9
-"""Of an advantage computed anew: another torch may sum in another order."""
 
 
 def audit(run_dir: Path, root: Path) -> list[str]:
@@ -55,8 +62,11 @@ def audit(run_dir: Path, root: Path) -> list[str]:
         check_metrics(run_dir)
         check_items(run_dir, exp, stopped)
         trajectories = check_evaluation(run_dir, exp)
-        check_advantages(run_dir, exp)
-        graded = check_rewards(trajectories)
+        trained = check_steps(run_dir, exp, losses_of_arms(run_dir, exp))
+        graded = check_rewards([*trajectories, *trained])
+        check_facts(run_dir, exp)
+        check_cost(run_dir, exp)
+        check_dependencies(run_dir, exp)
         drawn = check_page(run_dir, root)
     except (KeyError, TypeError, ValueError, IndexError, OSError) as error:
         raise Refused(f"{run_dir} holds a file of another form than a run writes: {error!r}.") from error
@@ -160,6 +170,8 @@ def check_evaluation(run_dir: Path, exp: Experiment) -> list[tuple[Path, Traject
         item, place = unit["item"], run_dir / unit["trajectories"]
         [line] = lines_of(place)
         trajectory, judgement = Trajectory.from_json(line), line["judgement"]
+        seed = derive(exp.arms[0].seed, "evaluate", item["task_index"], item["rollout"], item["tries"] - 1)
+        check_episode(place, exp, Rollout.from_json(line), exp.protocol.evaluation.split, seed)
         dimensions = {name: judgement[name] for name in DIMENSIONS} if judgement is not None else None
         composite = Judgement(**dimensions, rationale={}).composite if dimensions is not None else None
         if not trajectory.trains:
@@ -174,6 +186,8 @@ def check_evaluation(run_dir: Path, exp: Experiment) -> list[tuple[Path, Traject
             "turns": trajectory.turns,
             "assistant_tokens": sum(trajectory.mask),
             "grade": dict(trajectory.grade),
+            "judge_tries": line["judge_tries"],
+            "judge_first_try_parsed": line["judge_first_try_parsed"],
         }
         for name, value in says.items():
             if item[name] != value:
@@ -202,44 +216,6 @@ def losses_of_arms(run_dir: Path, exp: Experiment) -> dict[str | None, GroupAdva
     return losses
 
 
-def check_advantages(run_dir: Path, exp: Experiment) -> None:
-    """Refused unless the advantages of every training step are those of its composites and logprobs."""
-    losses = losses_of_arms(run_dir, exp)
-    for arm in exp.arms:
-        for path in sorted((run_dir / "trajectories").glob(f"train-{arm.name}-*.jsonl")):
-            lines = lines_of(path)
-            if any(isinstance(value, str) for line in lines for value in line["advantages"] or ()):
-                continue  # not finite, and written as text: the step was refused
-            for task, rows in groupby(lines, key=lambda line: line["task_index"]):
-                group = list(rows)
-                teachers = [line["teacher"] for line in group]
-                if arm.kind == "sdpo_logit":
-                    continue  # its loss is of logits, which are not written down
-                advantages = group_advantages(
-                    arm.kind,
-                    [composite_of(line) for line in group],
-                    [line["mask"] for line in group],
-                    [(line["teacher"] or {}).get("student") or line["sampler_logprobs"] for line in group],
-                    [None if teacher is None else teacher["logprobs"] for teacher in teachers],
-                    clip=exp.protocol.advantage.clip,
-                    hybrid_weight=arm.hybrid_weight,
-                    loss=losses.get(arm.loss),
-                )
-                for line, row in zip(group, advantages, strict=True):
-                    if any(abs(a - b) > CLOSE for a, b in zip(line["advantages"], row, strict=True)):
-                        where = f"task {task}, rollout {line['rollout']}"
-                        raise Refused(
-                            f"{path}: the advantages of {where} are not those of its composites and logprobs."
-                        )
-
-
-def composite_of(line: Mapping[str, Any]) -> float | None:
-    """The composite of one line of trajectories/*.jsonl, from its dimensions; None for one that leaves its group."""
-    if line["judgement"] is None or not Trajectory.from_json(line).trains:
-        return None
-    return Judgement(**{name: line["judgement"][name] for name in DIMENSIONS}, rationale={}).composite
-
-
 def check_rewards(trajectories: list[tuple[Path, Trajectory]]) -> str:
     """How many episodes were graded anew from their tool calls; Refused where one gives another reward or grade."""
     from paritygate import retail
@@ -259,10 +235,41 @@ def check_rewards(trajectories: list[tuple[Path, Trajectory]]) -> str:
             call = calls.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
             if call is not None and isinstance(call["arguments"], dict) and not episode.done:
                 episode.call(call["name"], call["arguments"])
-        reward = episode.grade(agent_messages(trajectory.messages)).reward
-        if reward != trajectory.reward:
-            raise Refused(f"{path}: its tool calls and messages earn a reward of {reward}, not {trajectory.reward}.")
+        grade = episode.grade(agent_messages(trajectory.messages))
+        if grade.reward != trajectory.reward:
+            raise Refused(
+                f"{path}: its tool calls and messages earn a reward of {grade.reward}, not {trajectory.reward}."
+            )
+        if not alike(dict(trajectory.grade), dataclasses.asdict(grade)):
+            raise Refused(f"{path}: its tool calls and messages give another grade than it says.")
     return f"{len(trajectories)} rewards graded anew"
+
+
+def check_dependencies(run_dir: Path, exp: Experiment) -> None:
+    """Refused unless what receipt.json says that the results depend on is what the run's files say."""
+    entries = record_of(run_dir / "receipt.json")["predicate"]["buildDefinition"]["resolvedDependencies"]
+    named = {entry["name"]: entry.get("annotations", {}) for entry in entries}
+    items = lines_of(run_dir / "items.jsonl") if (run_dir / "items.jsonl").exists() else []
+    judged = {
+        "items": len(items),
+        "parsed": sum(item["composite"] is not None for item in items),
+        "parsed_at_first": sum(bool(item["judge_first_try_parsed"]) for item in items),
+    }
+    used: Counter[str] = Counter()
+    for entry in lines_of(run_dir / "timings.jsonl"):
+        used.update(entry.get("used", {}))
+    chain = PhaseChain(run_dir)
+    adapters = chain.record("train")["facts"].get("samplers", {}) if "train" in chain.completed else {}
+    says = [
+        ("judge", named["judge"], dataclasses.asdict(exp.protocol.judge) | {"judged": judged}),
+        ("user simulator", named["user simulator"], dataclasses.asdict(exp.protocol.user)),
+        ("base model", named["base model"]["model"], exp.base_model),
+        ("service", named["service"]["used"], dict(used)),
+        ("service", named["service"]["adapters"], adapters),
+    ]
+    for name, said, computed in says:
+        if not alike(said, computed):
+            raise Refused(f"{run_dir / 'receipt.json'}: {name} is {said!r} in it, {computed!r} by the run's files.")
 
 
 def check_page(run_dir: Path, root: Path) -> str:
@@ -297,13 +304,3 @@ def evaluated(run_dir: Path, exp: Experiment) -> list[tuple[Path, Record]]:
 def numbers(path: Path) -> tuple[int, ...]:
     """(task, rollout) of `task-0012-0.json`."""
     return tuple(int(part) for part in path.stem.split("-")[1:])
-
-
-def record_of(path: Path) -> Record:
-    """The JSON object in a file of the run."""
-    return parse_json(read_plain(path))
-
-
-def lines_of(path: Path) -> list[Record]:
-    """The JSON objects in a file of the run, one a line."""
-    return [parse_json(line) for line in read_plain(path, most=2**33).splitlines()]

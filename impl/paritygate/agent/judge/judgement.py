@@ -92,6 +92,20 @@ def parse_judgement(text: str) -> Judgement | None:
     return Judgement(tools, claims, clarification, rationale)
 
 
+def judgements_in(text: str) -> list[Judgement]:
+    """Every judgement that stands somewhere in `text`, an answer kept whole with thoughts and markers around it."""
+    decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
+    found: list[Judgement] = []
+    for match in re.finditer(r"\{", text[:MAX_CHARACTERS]):
+        try:
+            _, end = decoder.raw_decode(text, match.start())
+        except (ValueError, RecursionError):
+            continue
+        if judgement := parse_judgement(text[match.start() : end]):
+            found.append(judgement)
+    return found
+
+
 def _score(value: Any) -> float | None:
     # bool is an int to Python; huge integers do not fit a float, and compare exactly without becoming one.
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -15,7 +15,7 @@ from paritygate.experiment.run.state import State
 from paritygate.experiment.run.trajectories import write_trajectories
 from paritygate.experiment.step.collector import EVALUATED_AT_ONCE, Collector
 from paritygate.receipts import canonical, write_atomic
-from paritygate.spec.experiment import Arm
+from paritygate.spec.experiment import Arm, Experiment
 from paritygate.spec.protocol import DIMENSIONS
 
 PHASE = "evaluate"
@@ -39,17 +39,17 @@ async def evaluate(state: State) -> Decided:
         )
     write_atomic(state.directory / "items.jsonl", b"".join(canonical(finite(item)) + b"\n" for item in items))
     files = ["items.jsonl", *state.journal.files(PHASE)]
-    facts: Record = {"items": len(items), "arms": _means(state, items), "max_seq_len": collector.longest_evaluated}
-    facts["agreement"] = agreement_with_rules(items)
-    scores = ", ".join(
-        f"{arm} {means['composite']:.3f} (reward {means['reward']:.3f})" for arm, means in facts["arms"].items()
-    )
-    return Decided(
-        f"{len(items)} items judged; mean composite: {scores}",
-        "every item has a parsed judgement and no simulator's fault",
-        facts,
-        files,
-    )
+    what, facts = summary(state.exp, items)
+    why = "every item has a parsed judgement and no simulator's fault"
+    return Decided(what, why, {**facts, "max_seq_len": collector.longest_evaluated}, files)
+
+
+def summary(exp: Experiment, items: list[Record]) -> tuple[str, Record]:
+    """What the items come to, in a sentence and as facts."""
+    means = _means(exp, items)
+    scores = ", ".join(f"{arm} {row['composite']:.3f} (reward {row['reward']:.3f})" for arm, row in means.items())
+    facts: Record = {"items": len(items), "arms": means, "agreement": agreement_with_rules(items)}
+    return f"{len(items)} items judged; mean composite: {scores}", facts
 
 
 async def all_items(state: State, collector: Collector) -> list[Record]:
@@ -172,9 +172,9 @@ def item_of(arm: Arm, task: int, rollout: int, episode: Rollout, tries: int) -> 
     }
 
 
-def _means(state: State, items: list[Record]) -> dict[str, Any]:
+def _means(exp: Experiment, items: list[Record]) -> dict[str, Any]:
     means: dict[str, Any] = {}
-    for arm in state.exp.arms:
+    for arm in exp.arms:
         of_arm = [item for item in items if item["arm"] == arm.name]
         scored = [item["composite"] for item in of_arm if item["composite"] is not None]
         means[arm.name] = {

@@ -8,7 +8,7 @@ from paritygate.backend import Sampler, Trainer
 from paritygate.experiment.run.journal import Record
 from paritygate.experiment.run.options import Settings
 from paritygate.experiment.run.state import State
-from paritygate.experiment.step.metrics import add_tallies, gate_values
+from paritygate.experiment.step.metrics import add_tallies, measured_over
 from paritygate.spec.experiment import Arm
 
 PROCESS = secrets.token_hex(4)  # in the names of saved states: a killed run's server may still be writing there
@@ -81,12 +81,8 @@ class ArmRun:
         return add_tallies([step["tally"] for step in self.steps])
 
     def measured(self) -> dict[str, Any]:
-        """Every activation metric over all committed steps: counts are added, not rates averaged."""
-        metrics = [step["metrics"] for step in self.steps]
-        names = sorted({line["executed_base_model"] for line in metrics})
-        differences = [line["sampler_recomputed_max_abs_diff"] for line in metrics]
-        largest = max((float(value) for value in differences if value is not None), default=None)
-        return {**gate_values(self.tally(), ", ".join(names)), "sampler_recomputed_max_abs_diff": largest}
+        """Every activation metric over all committed steps."""
+        return measured_over(self.steps)
 
 
 async def fresh_trainer(state: State, arm: Arm) -> Trainer:

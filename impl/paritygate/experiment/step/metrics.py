@@ -51,6 +51,32 @@ def tally(groups: Sequence[Group]) -> dict[str, float]:
     return counts
 
 
+def derived_metrics(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]], base_model: str, clip: float
+) -> dict[str, Any]:
+    """What of a step's line in metrics.jsonl its trajectories alone determine; loss and recomputed logprobs do not."""
+    rollouts, counts = flat(groups), tally(groups)
+    return {
+        "tasks": [group.task_index for group in groups],
+        "groups_with_mixed_composite": counts["groups_with_variance"],
+        "groups_with_mixed_reward": counts["groups_with_mixed_reward"],
+        **gate_values(counts, base_model),
+        **teacher_counts(counts),
+        **episode_metrics(rollouts),
+        **advantage_metrics(rollouts, advantages, clip),
+    }
+
+
+def measured_over(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Every activation metric over the records of committed steps: counts are added, not rates averaged."""
+    metrics = [step["metrics"] for step in steps]
+    names = sorted({line["executed_base_model"] for line in metrics})
+    differences = [line["sampler_recomputed_max_abs_diff"] for line in metrics]
+    largest = max((float(value) for value in differences if value is not None), default=None)
+    counts = add_tallies([step["tally"] for step in steps])
+    return {**gate_values(counts, ", ".join(names)), "sampler_recomputed_max_abs_diff": largest}
+
+
 def teacher_counts(counts: Mapping[str, float]) -> dict[str, float]:
     """What the teacher's contexts of a step held; nothing for an arm without a teacher."""
     return {name: counts[name] for name in TEACHER_COUNTS if name in counts}

@@ -15,14 +15,7 @@ from paritygate.experiment.run.trajectories import write_trajectories
 from paritygate.experiment.step.arm_run import PROCESS, ArmRun
 from paritygate.experiment.step.batch import StepBatch, make_batch
 from paritygate.experiment.step.collector import Collector
-from paritygate.experiment.step.metrics import (
-    advantage_metrics,
-    episode_metrics,
-    gate_values,
-    logprob_difference,
-    tally,
-    teacher_counts,
-)
+from paritygate.experiment.step.metrics import derived_metrics, logprob_difference, tally
 from paritygate.experiment.step.nonfinite import named_datum, refuse_nonfinite
 
 
@@ -55,7 +48,7 @@ async def training_step(run: ArmRun, tasks: Sequence[int], collector: Collector)
     with run.timed("save"):
         saved = await trainer.save(f"{run.key}-{step + 1}-{PROCESS}")
 
-    metrics = step_metrics(run, tasks, groups, batch, output)
+    metrics = step_metrics(run, groups, batch, output)
     return {"state": saved, "trajectories": trajectories, "tally": tally(groups), "metrics": metrics}
 
 
@@ -99,25 +92,17 @@ def stopped(run: ArmRun) -> str:
     return f"{run.phase}, arm {run.arm.name}, step {run.done}: stopped before the optimiser step, since"
 
 
-def step_metrics(
-    run: ArmRun, tasks: Sequence[int], groups: Sequence[Group], batch: StepBatch, output: FwdBwd
-) -> Record:
+def step_metrics(run: ArmRun, groups: Sequence[Group], batch: StepBatch, output: FwdBwd) -> Record:
     """One line of metrics.jsonl."""
-    rollouts, counts = flat(groups), tally(groups)
+    rollouts, clip = flat(groups), run.state.exp.protocol.advantage.clip
     return {
         "phase": run.phase,
         "arm": run.arm.name,
         "variant": run.variant,
         "step": run.done,
-        "tasks": list(tasks),
         "loss": output.loss,
         "datums": len(batch.datums),
-        "groups_with_mixed_composite": counts["groups_with_variance"],
-        "groups_with_mixed_reward": counts["groups_with_mixed_reward"],
-        **gate_values(counts, run.trainer.base_model),
-        **teacher_counts(counts),
-        **episode_metrics(rollouts),
-        **advantage_metrics(rollouts, batch.advantages, run.state.exp.protocol.advantage.clip),
+        **derived_metrics(groups, batch.advantages, run.trainer.base_model, clip),
         **logprob_difference([rollouts[index] for index in batch.sent], output.logprobs),
         **batch.metrics,
     }

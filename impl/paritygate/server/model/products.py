@@ -167,7 +167,7 @@ class Panels:
 
     def _dots(self, rows: Tensor) -> Tensor:
         rows = torch.nn.functional.pad(rows, (0, 1)) if self.inputs % 2 else rows.contiguous()
-        out = torch.empty(len(rows), self.outputs, device="cpu")
+        out = torch.empty(len(rows), self.outputs, dtype=torch.float32, device="cpu")
         sizes = (len(rows), self.data.shape[1], len(self.data), self.outputs, threads())
         library().dots(ctypes.byref(_Dots(rows.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)))
         return out
