@@ -1,5 +1,6 @@
 """JSON that two readers read differently is read by none of ours: a key twice, another encoding, what is no number."""
 
+import gzip
 import re
 import shutil
 from collections.abc import Callable
@@ -12,17 +13,20 @@ from paritygate.agent.judge.judgement import parse_judgement
 from paritygate.errors import BadInputError, Refused
 from paritygate.experiment.run import replay
 from paritygate.experiment.run.journal import Journal, read_lines
+from paritygate.harness.conformance import known
 from paritygate.harness.pieces import write_pieces
 from paritygate.receipts import PhaseChain
 from paritygate.receipts.files import read_json, sha256_file
 from paritygate.receipts.parity import read_parity_receipt
 from paritygate.report import files as report_files
+from paritygate.retail import layout
 from paritygate.server.errors import RequestError
 from paritygate.server.http.requests import parse
 from paritygate.server.sessions.checkpoints import Store
 from paritygate.service import obligations, receipt, report
 from paritygate.spec import SpecError, load
 from paritygate.spec.losses import load_losses
+from paritygate.spec.prices import load_prices
 from paritygate.spec.project import project_at
 from tests.guard.small_tree import ROOT, Tree
 
@@ -90,6 +94,16 @@ def of_a_checkpoint(path: Path) -> Any:
     return Store(path.parent).find("tinker://run/weights/a")
 
 
+def of_tau_bench(path: Path) -> Any:
+    return layout.read(path.rename(path.with_name(f"{layout.TABLES[0]}.json")).parent)
+
+
+def of_packed_tau_bench(path: Path) -> Any:
+    path.with_name(f"{layout.TABLES[0]}.json.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    return layout.read(path.parent)
+
+
 def line_of(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     """The same for JSON Lines: one line, ended."""
 
@@ -113,6 +127,10 @@ READERS: dict[str, tuple[Callable[[Path], Any], type[Exception]]] = {
     "spec.json of a run": (of_a_frozen_spec, Refused),
     "a file of the report": (report_files.read_object, BadInputError),
     "a line of the report": (line_of(report_files.read_lines), BadInputError),
+    "a price table": (load_prices, SpecError),
+    "known departures": (known.load, BadInputError),
+    "tau-bench retail": (of_tau_bench, BadInputError),
+    "tau-bench retail, packed": (of_packed_tau_bench, BadInputError),
     "a service receipt": (receipt.verify, Refused),
     "an unfinished service proof": (report.read, BadInputError),
     "a saved state": (of_a_checkpoint, RequestError),
@@ -131,6 +149,23 @@ def test_no_reader_takes_it(reader: str, kind: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=words) as refused:
         read(path)
     assert "Traceback" not in str(refused.value)
+
+
+def test_packed_data_that_is_damaged_inside(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b"{}" * 1000))
+    packed[12:16] = b"\xff\xff\xff\xff"
+    (tmp_path / f"{layout.TABLES[0]}.json.gz").write_bytes(packed)
+    with pytest.raises(BadInputError, match="cannot be read"):
+        layout.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"departures": ["x"]}', '{"departures": {}}', '{"departures": [{"reason": 1}]}']
+)
+def test_known_departures_of_another_form(text: str, tmp_path: Path) -> None:
+    (tmp_path / "known.json").write_text(text)
+    with pytest.raises(BadInputError, match=r"is expected|has no reason"):
+        known.load(tmp_path / "known.json")
 
 
 @pytest.mark.parametrize("kind", sorted(WRONG.keys() - NOT_FOR_REQUESTS))

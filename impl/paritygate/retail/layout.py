@@ -2,13 +2,13 @@
 
 import ast
 import gzip
-import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from paritygate.retail.errors import DataError
-from paritygate.spec.strict import read_plain
+from paritygate.spec.strict import parse_json, read_plain
 
 SPLITS = ("train", "dev", "test")
 TABLES = ("orders", "products", "users")
@@ -47,7 +47,7 @@ def _bytes(path: Path) -> bytes:
         return read_plain(path) if path.exists() or not packed.exists() else gzip.decompress(read_plain(packed))
     except FileNotFoundError:
         raise DataError(f"{path}: this file of the tau-bench retail data is missing; `make data` fetches it") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error}); `make data` fetches it again") from error
 
 
@@ -60,9 +60,9 @@ def _text(path: Path) -> str:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(_bytes(path))
+        return parse_json(_bytes(path))
     except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); `make data` fetches it again") from error
+        raise DataError(f"{path}: {error}; `make data` fetches it again") from error
 
 
 def _tasks(path: Path, tasks: Any) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def _upstream_parts(folder: Path) -> Iterator[tuple[str, Any]]:
 def _tree(path: Path) -> ast.Module:
     try:
         return ast.parse(_text(path), str(path))
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"{path}: not Python source ({error})") from error
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from paritygate.service.obligations import default_path
+from paritygate.spec.strict import parse_json, read_plain
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -22,7 +23,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 def load_schema(name: str) -> dict[str, Any]:
     """`spec/schema/<name>.schema.json` of the checkout, else of the installed package."""
     path: Path = default_path().parent / "schema" / f"{name}.schema.json"
-    return cast("dict[str, Any]", json.loads(path.read_bytes()))
+    return cast("dict[str, Any]", parse_json(read_plain(path)))
 
 
 def violations(schema: Mapping[str, Any], value: object, place: str = "") -> Iterator[str]:

@@ -7,11 +7,11 @@ matches everything, `reason` has to be there.
 """
 
 import fnmatch
-import json
 from pathlib import Path
 from typing import Any
 
 from paritygate.errors import BadInputError
+from paritygate.spec.strict import parse_json, read_plain
 
 FIELDS = ("module", "loss", "option", "dtype", "in")
 
@@ -19,11 +19,14 @@ FIELDS = ("module", "loss", "option", "dtype", "in")
 def load(path: Path) -> list[dict[str, str]]:
     """The entries; raises BadInputError for a file of another form."""
     try:
-        entries: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["departures"]
+        document: Any = parse_json(read_plain(path))
     except OSError as error:
         raise BadInputError(f"{path} cannot be read ({error.strerror}).") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f'{path}: {{"departures": [...]}} is expected.') from error
+    except ValueError as error:
+        raise BadInputError(f"{path}: {error}.") from error
+    entries: Any = document.get("departures") if isinstance(document, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise BadInputError(f'{path}: {{"departures": [...]}} is expected.')
     for i, entry in enumerate(entries):
         if not entry.get("reason") or not all(isinstance(value, str) for value in entry.values()):
             raise BadInputError(f"{path}: /departures/{i} has no reason.")
