@@ -233,6 +233,16 @@ def test_requests_run_in_seq_id_order(http: httpx.Client, model: str) -> None:
     assert losses[1] < losses[0]
 
 
+@pytest.mark.parametrize("seq", [10_002, 2**31 - 1, 2**31, 2**53 - 1])
+def test_a_seq_id_far_ahead_is_refused_and_nothing_waits(http: httpx.Client, model: str, seq: int) -> None:
+    """Protobuf has seq_ids of 32 bits: were one beyond them awaited, no pass could ever be the next."""
+    late = http.post("optim_step", json={"model_id": model, "seq_id": seq, "adam_params": {}})
+    refused(late, f"seq_id {seq} is far ahead of the next one, 1")
+    if seq < 2**31:
+        refused(send(http, backward(model, seq, [1, 2, 3])), "is far ahead of the next one, 1")
+    assert retrieve(http, send(http, backward(model, 1, [1, 2, 3])).json()["request_id"]).status_code == 200
+
+
 def test_wrong_optimisers_and_values(http: httpx.Client, model: str) -> None:
     step = {"model_id": model, "seq_id": 1}
     refused(http.post("optim_step", json={**step, "optimizer_params": {"type": "dimuon"}}), "AdamW")

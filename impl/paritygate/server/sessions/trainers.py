@@ -31,6 +31,7 @@ GRADIENT_NORM = (
     "unclipped_grad_l2:mean"  # the hosted service's name (tinker-cookbook #331); it reports it with clipping
 )
 REMEMBERED = 256  # finished requests of a model that a repetition still finds
+AHEAD = 10_000  # requests that may be under way: a seq_id beyond is a mistake, and nothing waits for those between
 
 
 Steps = tuple[Iterator[None], Callable[[], Any]]
@@ -174,7 +175,7 @@ class Trainers:
         """Check a request with `prepare` and queue its work in seq_id order; a repetition gets the first one's promise.
 
         A request that `prepare` refuses has had its turn: those after it must not wait for it. Raises RequestError if
-        its seq_id was another request's, or is long over.
+        its seq_id was another request's, is long over or far ahead.
         """
         if seq is not None and seq in model.promises:
             promise, before = model.promises[seq]
@@ -183,6 +184,8 @@ class Trainers:
             return promise
         if seq is not None and seq < model.next_seq:
             raise RequestError(f"model {model.id}: seq_id {seq} is over; the next one is {model.next_seq}", 422)
+        if seq is not None and seq > model.next_seq + AHEAD:
+            raise RequestError(f"model {model.id}: seq_id {seq} is far ahead of the next one, {model.next_seq}", 422)
         try:
             work = prepare()
         except RequestError:
