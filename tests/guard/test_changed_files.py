@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from paritygate.receipts.parity import NAME, read_parity_receipt, statement_of, write_parity_receipt
+from paritygate.receipts.subjects import difference, subjects
 from paritygate.spec.losses import load_losses
-from tests.guard.small_tree import OBLIGATION, Tree
+from tests.guard.small_tree import OBLIGATION, ROOT, Tree
 
 
 def test_the_clean_tree_is_accepted(tree: Tree) -> None:
@@ -276,3 +277,29 @@ def test_a_new_symbolic_link_is_not_green_either(bare: Tree) -> None:
     assert "parity: NOT green, no receipt: impl/paritygate/__pycache__/x.pyc is a symbolic link" in output
     assert bare.receipts() == []
     bare.refused("is a symbolic link")
+
+
+def test_every_file_is_a_subject_whatever_its_suffix() -> None:
+    """Of the real tree: kernels and their headers, templates, recorded numbers; cached bytecode alone is none."""
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("impl", "reference", "tests")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and not (path.parent.name == "__pycache__" and path.suffix == ".pyc")
+    }
+    assert {Path(name).suffix for name in files} >= {".py", ".cpp", ".hpp", ".j2", ".json"}
+    assert files <= subjects(ROOT).keys()
+
+
+@pytest.mark.parametrize("name", ["kernel.hpp", "kernel.cpp", "table.json", "page.j2", "LICENSE", ".hidden", "x.pyc"])
+def test_a_file_that_is_added_edited_deleted_whatever_it_is_called(tree: Tree, name: str) -> None:
+    path = tree.root / "impl" / "paritygate" / "losses" / name
+    path.write_text("one")
+    tree.refused_here(f"{name} was added since parity was shown")
+    for receipt in tree.receipts():
+        receipt.unlink()
+    before = subjects(tree.root)
+    path.write_text("two")
+    assert difference(before, subjects(tree.root)) == f"impl/paritygate/losses/{name} was edited"
+    path.unlink()
+    assert difference(before, subjects(tree.root)) == f"impl/paritygate/losses/{name} was deleted"
