@@ -42,6 +42,15 @@ def play(renderers, name, turns, *, replies=("hi",), limits=None, context=CONTEX
 FORMATS = pytest.mark.parametrize("name", ["chatml", "qwen3", "qwen3.5"])
 
 
+@pytest.mark.parametrize("name", ["chatml", "qwen3"])
+def test_arguments_as_deep_as_any_reader_goes_reach_the_environment(renderers, name):
+    """64 levels; what is deeper could be parsed, and not be written, rendered or read again."""
+    body = f'{{"name": "look", "arguments": {{"x": {"[" * 63}{"]" * 63}}}}}'
+    trajectory, env, _ = play(renderers, name, [f"<tool_call>\n{body}\n</tool_call>", "Done."])
+    assert len(env.called) == 1
+    json.dumps(trajectory.to_json(), allow_nan=False).encode()
+
+
 @FORMATS
 def test_several_calls_of_one_turn_run_in_order_and_text_before_them_is_kept(renderers, name):
     calls = "\n".join(call_text("look", {"x": f"{i}"}, renderer=name) for i in range(3))
@@ -86,6 +95,7 @@ def test_a_malformed_call_gets_an_error_for_a_result_and_the_others_run(renderer
         "",
         "[" * 50_000,
         '{"name": "look", "arguments": ' + '{"a":' * 20_000,
+        *(f'{{"name": "look", "arguments": {{"x": {"[" * depth}{"]" * depth}}}}}' for depth in (64, 400, 700, 960)),
     ],
 )
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])

@@ -27,10 +27,24 @@ from paritygate.experiment.step.collector import Collector
 from paritygate.spec import load
 from paritygate.spec.schema import spec_folder
 from tests.experiment.scaled_spec import brief
-from tests.scripted_service import JUDGE, POLICY, USER, ScriptedService
+from tests.scripted_service import JUDGE, POLICY, USER, ScriptedService, digest
 
 ARMS = ("grpo", "sdpo_token")
 STEPS, ROLLOUTS, ITEMS = 2, 2, 2
+SEED, RANK = 5, 16
+ADAM = (3e-05, 0.8, 0.97, 1e-07)  # lr, beta1, beta2, eps: no default of anybody
+
+
+def unusual() -> dict[str, Any]:
+    """A small spec whose seed, rank and optimiser are nobody's default: a constant in their place shows."""
+    spec = brief(STEPS, ITEMS)
+    lr, beta1, beta2, eps = ADAM
+    spec["optimizer"]["lr"], spec["lora_rank"], spec["decision_rule"]["seeds"] = lr, RANK, [SEED]
+    for arm in spec["arms"]:
+        arm.update(lr=lr, seed=SEED)
+    for arm in spec["restoration_preflight"]["groups"][0]["arms"]:
+        arm["optimizer_config"] = {"learning_rate": lr, "lora_rank": RANK, "beta1": beta1, "beta2": beta2, "eps": eps}
+    return spec
 
 
 def test_every_request_is_the_one_that_the_protocol_implies(
@@ -38,7 +52,8 @@ def test_every_request_is_the_one_that_the_protocol_implies(
 ) -> None:
     """One run of two steps of two tasks, two rollouts each, held to the spec request by request."""
     service = scripted(ScriptedService())
-    run_spec(brief(STEPS, ITEMS))
+    run_spec(unusual())
+    assert {update["adam"] for update in service.updates if "adam" in update} == {ADAM}
     check_policy(service, tmp_path / "run")
     check_weights(service)
     check_partners(service, tmp_path / "run")
@@ -75,12 +90,12 @@ def check_policy(service: ScriptedService, folder: Path) -> None:
                 ("train", *w) for w in wanted
             ]
             for (task, rollout), row in zip(wanted, rows, strict=True):
-                episode = derive(derive(0, "train", step), task, rollout)
+                episode = derive(derive(SEED, "train", step), task, rollout)
                 implied.update((f"train-{arm}-{step}", 1.0, seed) for seed in agent_seeds(episode, row["turns"]))
         for task in range(ITEMS):
             [row] = trajectories(folder, f"evaluate-{arm}-{task:04d}-0")
             assert (row["split"], row["task_index"]) == ("test", task)
-            episode = derive(0, "evaluate", task, 0, 0)
+            episode = derive(SEED, "evaluate", task, 0, 0)
             implied.update((f"train-{arm}-final", 0.0, seed) for seed in agent_seeds(episode, row["turns"]))
     assert asked == implied
     assert max(Counter(seed for _, _, seed in implied).values()) == len(ARMS)  # arms share seeds, nothing else does
@@ -94,7 +109,7 @@ def check_weights(service: ScriptedService) -> None:
         [first] = [path for path in service.ever_saved if purpose(path) == f"train-{arm}-0"]
         assert service.ever_saved[final] == service.ever_saved[last] != service.ever_saved[first]
     states = {purpose(path): weights for path, weights in service.ever_saved.items()}
-    assert states["train-grpo-0"] == states["train-sdpo_token-0"]
+    assert states["train-grpo-0"] == states["train-sdpo_token-0"] == digest(POLICY, RANK, SEED)
     assert states["train-grpo-1"] != states["train-sdpo_token-1"]
 
 
@@ -103,14 +118,14 @@ def check_partners(service: ScriptedService, folder: Path) -> None:
     users = Counter(s["seed"] for s in service.samples if s["model"] == USER)
     judges = Counter(s["seed"] for s in service.samples if s["model"] == JUDGE)
     for task in range(ITEMS):
-        episode = derive(0, "evaluate", task, 0, 0)
+        episode = derive(SEED, "evaluate", task, 0, 0)
         replies = {derive(derive(episode, "simulator"), "user", turn, 0) for turn in range(20)} & users.keys()
         assert replies
         assert {users[seed] for seed in replies} == {len(ARMS)}
-        assert judges[derive(0, "judge", "test", task, 0, episode, 0)] == len(ARMS)
+        assert judges[derive(SEED, "judge", "test", task, 0, episode, 0)] == len(ARMS)
     for arm in ARMS:
         rows = [row for step in range(STEPS) for row in trajectories(folder, f"train-{arm}-{step:03d}")]
-        seeds = [derive(0, "judge", "train", row["task_index"], row["rollout"], row["seed"], 0) for row in rows]
+        seeds = [derive(SEED, "judge", "train", row["task_index"], row["rollout"], row["seed"], 0) for row in rows]
         assert len(set(seeds)) == len(rows) == STEPS * 2 * ROLLOUTS
         assert all(judges[seed] == len(ARMS) for seed in seeds)
 

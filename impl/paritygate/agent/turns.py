@@ -1,7 +1,7 @@
 """What a sampled turn asks for: text for the user, or tool calls, each well formed or with the reason why it is not."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from paritygate.agent.conversation import visible
 from paritygate.agent.renderer import read_completion
 
 MALFORMED = "Error: the tool call"  # how the answer to a call that is none begins
+MAX_DEPTH = 64  # of arguments; tools take two levels, and whoever writes a deep value needs a stack as deep
 _REASONS = {
     ToolCallParseStatus.INVALID_JSON: "it is not valid JSON",
     ToolCallParseStatus.UNCLOSED_BLOCK: "it is not closed",
@@ -60,9 +61,19 @@ def _call(parsed: ParsedToolCall) -> Call:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a parsed value is JSON text again: finite numbers, no lone surrogates, no great depth."""
+    """Whether a parsed value is JSON text again, wherever it is written: finite, no lone surrogates, MAX_DEPTH kept."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for part in level if isinstance(part, dict | list) for item in children(part)]
+    if level:
+        return False
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError, TypeError):
         return False
     return True
+
+
+def children(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    """The values of an object, the items of a list."""
+    return value.values() if isinstance(value, dict) else value
