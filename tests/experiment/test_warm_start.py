@@ -1,0 +1,64 @@
+"""The warm start: which gold episodes it trains on, in which order, weighted how, and what the arms begin with."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paritygate import retail
+from paritygate.agent import prompt, renderer
+from paritygate.agent.gold import gold_trajectory
+from paritygate.backend.vocabulary import offline
+from tests.experiment.scaled_spec import brief
+from tests.experiment.test_wiring import purpose
+from tests.scripted_service import POLICY, ScriptedService, digest
+
+TASKS, LR, BATCH, EPOCHS, SEED = [7, 3, 11, 5, 2], 1e-3, 2, 2, 9
+
+
+def warmed() -> dict[str, Any]:
+    """A small spec with a warm start on five tasks that nothing else of it uses."""
+    chosen = {"tasks": {"split": "dev", "tasks": TASKS}, "learning_rate": LR, "batch_size": BATCH, "epochs": EPOCHS}
+    spec = brief(warm_start=chosen | {"seed": SEED})
+    spec["experiment_features"]["warmup_adaptation"] = True
+    return spec
+
+
+@pytest.fixture
+def run(lean: None, run_spec: Any, scripted: Any, tmp_path: Path) -> tuple[ScriptedService, Path]:
+    service = scripted(ScriptedService())
+    run_spec(warmed(), until="timing_pilot")
+    return service, tmp_path / "run"
+
+
+def test_what_is_trained_on_and_what_the_arms_begin_with(
+    run: tuple[ScriptedService, Path], tau_bench_dir: Path
+) -> None:
+    service, folder = run
+    source, rendering = retail.load(tau_bench_dir), renderer.load("qwen3.5", offline(POLICY))
+    context = prompt.context("compact", source.wiki, source.tools)
+    gold = [
+        gold_trajectory(source, "dev", task, rendering, context, confirm=place in (1, 3))  # every other one asks
+        for place, task in enumerate(TASKS)
+    ]
+    orders = [list(range(5)), list(range(5))]
+    for epoch, order in enumerate(orders):
+        random.Random(f"9/{epoch}").shuffle(order)
+    assert orders[0] != orders[1]
+    wanted = [order[start : start + 2] for order in orders for start in (0, 2, 4)]
+    updates = [update for update in service.updates if update.get("adam", [0])[0] == LR]
+    assert [update["loss_fn"] for update in updates] == ["cross_entropy"] * 6  # two epochs of batches of 2, 2 and 1
+    for update, chosen in zip(updates, wanted, strict=True):
+        assert update["adam"] == (LR, 0.9, 0.95, 1e-08)
+        assert [tuple(datum.tokens) for datum in update["data"]] == [gold[index].tokens for index in chosen]
+        trained = sum(sum(gold[index].mask) for index in chosen)  # the mean over the batch's tokens, not an episode's
+        for datum, index in zip(update["data"], chosen, strict=True):
+            weights = datum.inputs["weights"]
+            assert weights == pytest.approx([mask / trained for mask in gold[index].mask[1:]], abs=1e-7)
+    [warm] = [path for path in service.ever_saved if "/warm-start-" in path]
+    facts = json.loads(next((folder / "phases").glob("*-warm_start.json")).read_text())["record"]["facts"]
+    assert (facts["state"], facts["episodes"]) == (warm, 5)
+    [pilot] = [weights for path, weights in service.ever_saved.items() if purpose(path) == "timing_pilot-sdpo_token-0"]
+    assert pilot == digest("fresh", service.ever_saved[warm])  # its weights, not its moments
