@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from paritygate import bootstrap
+from paritygate.receipts.environment import SETTINGS
 from tests.guard.small_tree import Tree, build
 
 
@@ -20,6 +21,15 @@ def no_libraries_of_this_session() -> Iterator[None]:
     yield
     bootstrap.LIBRARIES.clear()
     bootstrap.LIBRARIES.update(opened)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_settings_of_this_machine() -> Iterator[None]:
+    """Trees are shown without what this environment chooses among machine code, and so are they judged here."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SETTINGS:
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

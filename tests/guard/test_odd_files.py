@@ -13,7 +13,6 @@ import pytest
 from paritygate.__main__ import COMMANDS
 from paritygate.errors import Refused
 from paritygate.receipts import PhaseChain, require_parity
-from paritygate.receipts.environment import SETTINGS
 from paritygate.receipts.parity import read_parity_receipt, write_parity_receipt
 from paritygate.receipts.provenance import files_of
 from paritygate.spec import SpecError, load
@@ -180,8 +179,7 @@ def test_a_disk_that_takes_nothing(tree: Tree, monkeypatch: pytest.MonkeyPatch, 
 def shell(tree: Tree, text: str) -> "subprocess.CompletedProcess[str]":
     """The command under a shell whose exit code is that of the first process of a pipe."""
     script = f"set -o pipefail; P={sys.executable}; {text}"
-    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS}  # as the receipt was made
-    return subprocess.run(["bash", "-c", script], cwd=tree.root, env=kept, capture_output=True, text=True, check=False)
+    return subprocess.run(["bash", "-c", script], cwd=tree.root, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(

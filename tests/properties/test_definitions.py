@@ -13,6 +13,7 @@ import torch
 
 from paritygate import losses as implementation
 from paritygate.losses import averaging, grpo, policy_gradient, sdpo, spod
+from paritygate_reference import _distributions
 from paritygate_reference import averaging as averaging_reference
 from paritygate_reference import grpo as grpo_reference
 from paritygate_reference import policy_gradient as policy_gradient_reference
@@ -201,6 +202,12 @@ def test_rows_that_change_places_tie() -> None:
         action = {"student_logits": first, "teacher_logits": second, "tokens": [0, 0, 0]}
         for answer in spod_answers([action], True):
             assert not np.ravel(np.asarray(answer.gate))[0]
+
+
+def test_a_log_softmax_of_the_reference_keeps_the_digits_of_a_sure_row() -> None:
+    """-log(1 + e^-40 + e^-50), to sixty digits: with the largest entry's 1 in the sum nothing of it would be left."""
+    row = _distributions.log_softmax([0.0, -40.0, -50.0])
+    assert row.tolist() == pytest.approx([-4.248547130276385e-18, -40.0, -50.0], rel=1e-15)
 
 
 def test_three_level_mean() -> None:

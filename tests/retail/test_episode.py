@@ -1,5 +1,7 @@
 """An episode ends once and is graded once, by both criteria, and grading writes nothing."""
 
+from collections.abc import Callable
+
 import pytest
 
 from paritygate import retail
@@ -79,6 +81,21 @@ def test_outputs_are_substrings_without_commas(
     assert episode.task.outputs == ("10",)
     grade = episode.grade(["Hello.", message])
     assert (grade.reward, grade.substring_only) == (reward, substring_only)
+
+
+@pytest.mark.parametrize(("said", "reward"), [((), 0.0), ((0,), 0.0), ((1,), 0.0), ((0, 1), 1.0), ((1, 0), 1.0)])
+def test_every_expected_output_has_to_be_said(source: retail.Source, said: tuple[int, ...], reward: float) -> None:
+    index, task = next((i, task) for i, task in enumerate(source.tasks("test")) if len(task.outputs) == 2)
+    grade = solved(source, "test", index).grade([f"It is {task.outputs[place].upper()}." for place in said])
+    assert (grade.reward, grade.database_ok, grade.outputs_ok) == (reward, True, reward == 1.0)
+    assert grade.outputs == {output: place in said for place, output in enumerate(task.outputs)}
+
+
+@pytest.mark.parametrize("spelled", [str, str.lower, str.upper], ids=["as it is", "lower", "upper"])
+def test_outputs_are_found_in_any_case(source: retail.Source, spelled: Callable[[str], str]) -> None:
+    tasks = enumerate(source.tasks("test"))
+    index, task = next((i, task) for i, task in tasks if any(output != output.lower() for output in task.outputs))
+    assert solved(source, "test", index).grade([spelled(f"It is {'; '.join(task.outputs)}.")]).reward == 1.0
 
 
 def test_an_output_is_not_found_across_two_messages(source: retail.Source) -> None:
