@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 ONE_PATH = "tests/agent/test_one_path.py::test_sampling_scoring_and_evaluation_see_one_rendering"
 
 WIRING = "tests/experiment/test_wiring.py"
+WARM_START = "tests/experiment/test_warm_start.py::test_what_is_trained_on_and_what_the_arms_begin_with"
 REQUESTS = f"{WIRING}::test_every_request_is_the_one_that_the_protocol_implies"
 TOUCHING = "tests/statistics/test_verdict.py::test_an_interval_that_touches_the_margin_lies_on_neither_side_of_it"
 
@@ -162,5 +163,53 @@ MUTANTS = (
         "statistics/verdict.py",
         "below=interval.high < criterion.margin",
         "below=interval.high <= criterion.margin",
+    ),
+    Mutant(
+        "adam-eps-of-anybody",
+        "the optimiser's eps is everybody's default, not the spec's",
+        REQUESTS,
+        "experiment/step/training_step.py",
+        "eps=exp.adam.eps",
+        "eps=1e-08",
+    ),
+    Mutant(
+        "rank-of-anybody",
+        "adapters have a rank of 32, not the spec's",
+        REQUESTS,
+        "experiment/step/arm_run.py",
+        "rank=state.exp.lora_rank, seed=arm.seed",
+        "rank=32, seed=arm.seed",
+    ),
+    Mutant(
+        "seed-of-anybody",
+        "rollouts are drawn with seed 0, not the spec's",
+        REQUESTS,
+        "experiment/step/collector.py",
+        "seed = derive(self.exp.arms[0].seed, purpose, step)",
+        "seed = derive(0, purpose, step)",
+    ),
+    Mutant(
+        "warm-start-never-asks",
+        "no gold episode of the warm start asks before it writes",
+        WARM_START,
+        "experiment/phases/warm_start.py",
+        "confirm=place % 2 == 1",
+        "confirm=False",
+    ),
+    Mutant(
+        "warm-start-in-one-order",
+        "every epoch of the warm start takes the episodes in the same order",
+        WARM_START,
+        "experiment/phases/warm_start.py",
+        'f"{spec.seed}/{epoch}"',
+        'f"{spec.seed}"',
+    ),
+    Mutant(
+        "warm-start-keeps-moments",
+        "the arms begin with Adam's moments of the warm start",
+        WARM_START,
+        "experiment/step/arm_run.py",
+        "restored(warm, optimizer=False)",
+        "restored(warm)",
     ),
 )

@@ -53,4 +53,20 @@ MUTANTS = (
         'method["balance"] < amount',
         'method["balance"] <= amount',
     ),
+    Mutant(
+        "one-output-is-enough",
+        "a reward for one expected output of several",
+        "tests/retail/test_episode.py::test_every_expected_output_has_to_be_said",
+        "retail/episode.py",
+        "outputs_ok = all(outputs.values())",
+        "outputs_ok = any(outputs.values()) or not outputs",
+    ),
+    Mutant(
+        "outputs-in-their-case",
+        "an expected output with capitals is never found",
+        "tests/retail/test_episode.py::test_outputs_are_found_in_any_case",
+        "retail/episode.py",
+        "any(output.lower() in text",
+        "any(output in text",
+    ),
 )

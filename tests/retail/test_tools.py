@@ -263,3 +263,42 @@ def test_a_gift_card_with_exactly_the_amount_pays_and_with_less_does_not(source:
         balance = db.record("users", order["user_id"])["payment_methods"][card]["balance"]
         spent = amount if allowed and status == "pending" else 0.0
         assert balance == pytest.approx(round(amount - missing - spent, 2), abs=1e-9)
+
+
+def test_a_balance_stays_in_cents(db: Database) -> None:
+    order = first(db, "pending", method="gift_card")
+    card = order["payment_history"][0]["payment_method_id"]
+    db.edit("users", order["user_id"])["payment_methods"][card]["balance"] = 0.1
+    db.edit("orders", order["order_id"])["payment_history"][0]["amount"] = 0.2
+    retail.call(db, "cancel_pending_order", {"order_id": order["order_id"], "reason": "no longer needed"})
+    assert db.record("users", order["user_id"])["payment_methods"][card]["balance"] == 0.3  # not 0.30000000000000004
+
+
+def test_a_return_is_paid_to_the_original_method_or_a_gift_card(db: Database) -> None:
+    order = first(db, "delivered", method="credit_card")
+    card = gift_card(db, order, 1.0)
+    methods = db.edit("users", order["user_id"])["payment_methods"]
+    methods["paypal_0000001"] = {"source": "paypal", "id": "paypal_0000001"}
+    arguments = {"order_id": order["order_id"], "item_ids": [order["items"][0]["item_id"]]}
+    refusal = "Error: payment method should be either the original payment method or a gift card"
+    assert (
+        retail.call(db, "return_delivered_order_items", arguments | {"payment_method_id": "paypal_0000001"}) == refusal
+    )
+    answer = json.loads(retail.call(db, "return_delivered_order_items", arguments | {"payment_method_id": card}))
+    assert (answer["status"], answer["return_payment_method_id"]) == ("return requested", card)
+
+
+@pytest.mark.parametrize("name", ["modify_pending_order_items", "exchange_delivered_order_items"])
+def test_a_variant_that_is_not_available_is_refused(db: Database, name: str) -> None:
+    status = "pending" if name.startswith("modify") else "delivered"
+    order, item, sold_out = next(
+        (order, item, key)
+        for _, order in db.records("orders")
+        if order["status"] == status
+        for item in order["items"]
+        for key, variant in db.record("products", item["product_id"])["variants"].items()
+        if not variant["available"]
+    )
+    arguments = {"order_id": order["order_id"], "item_ids": [item["item_id"]], "new_item_ids": [sold_out]}
+    arguments["payment_method_id"] = order["payment_history"][0]["payment_method_id"]
+    assert retail.call(db, name, arguments) == f"Error: new item {sold_out} not found or available"
