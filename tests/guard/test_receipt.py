@@ -1,6 +1,7 @@
 """The parity receipt itself: its shape, what it holds against random edits, and how fast it is checked."""
 
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -184,10 +185,10 @@ def test_many_old_receipts_do_not_slow_it_and_the_likest_gives_the_reason(tree: 
             entry["digest"]["sha256"] = f"{number:064x}"
         write_parity_receipt(tree.root, statement)
     tree.edit("impl/paritygate/losses/toy.py", '"""A toy loss', '"""The toy loss')
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(Refused, match=rf"losses/toy.py was edited since parity was shown \({receipt.name}\)"):
         require_parity(tree.root, ["toy"], "cpu")
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
     tree.edit("impl/paritygate/losses/toy.py", '"""The toy loss', '"""A toy loss')
     assert require_parity(tree.root, ["toy"], "cpu").path == receipt
 
@@ -201,9 +202,11 @@ def test_a_good_receipt_holds_whatever_lies_beside_it(tree: Tree) -> None:
 
 def test_verification_is_fast_and_loads_no_torch(tree: Tree) -> None:
     def seconds(*arguments: str) -> float:
-        start = time.perf_counter()
+        """Of CPU, which a busy machine does not stretch as it does the wall clock."""
+        start = os.times()
         assert tree.python(*arguments).returncode == 0
-        return time.perf_counter() - start
+        end = os.times()
+        return end.children_user + end.children_system - start.children_user - start.children_system
 
     best = min(seconds("impl/verify.py", "--parity") for _ in range(3))
     assert best <= 2.0
