@@ -25,8 +25,8 @@ MUTANTS = (
         "rewards centred in float32: 1e8 and 1e8 + 1 are one number (tinker-cookbook)",
         "grpo/value",
         "losses/grpo.py",
-        "dtype=torch.float64).detach()",
-        "dtype=torch.float32).double().detach()",
+        "rewards.double().detach()",
+        "rewards.float().double().detach()",
     ),
     Mutant(
         "equal-rewards-not-zero",
@@ -50,8 +50,8 @@ MUTANTS = (
         "the advantage carries the rewards' graph",
         "grpo/constant",
         "losses/grpo.py",
-        "dtype=torch.float64).detach()",
-        "dtype=torch.float64)",
+        "rewards.double().detach()",
+        "rewards.double()",
     ),
 )
 

@@ -19,9 +19,9 @@ def group_mean_advantage(rewards: Tensor | Sequence[float]) -> Tensor:
     Source: GRPO without the division by the standard deviation (arXiv 2503.20783, section 3).
     Obligations: grpo/value, grpo/equal_rewards, grpo/constant.
     """
-    group = (
-        (rewards if isinstance(rewards, Tensor) else torch.as_tensor(rewards, dtype=torch.float64)).double().detach()
-    )
+    if not isinstance(rewards, Tensor):
+        rewards = torch.as_tensor(rewards, dtype=torch.float64)
+    group = rewards.double().detach()
     if group.ndim == 0:
         raise ValueError("group_mean_advantage: rewards are a single number; groups of shape (..., G) are expected")
     if group.shape[-1] == 0:

@@ -95,15 +95,15 @@ def parse_judgement(text: str) -> Judgement | None:
 def judgements_in(text: str) -> list[Judgement]:
     """Every judgement that stands somewhere in `text`, an answer kept whole with thoughts and markers around it."""
     decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
-    found: list[Judgement] = []
+    judgements: list[Judgement] = []
     for match in re.finditer(r"\{", text[:MAX_CHARACTERS]):
         try:
             _, end = decoder.raw_decode(text, match.start())
         except (ValueError, RecursionError):
             continue
         if judgement := parse_judgement(text[match.start() : end]):
-            found.append(judgement)
-    return found
+            judgements.append(judgement)
+    return judgements
 
 
 def _score(value: Any) -> float | None:
