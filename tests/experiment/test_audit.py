@@ -218,7 +218,7 @@ FORGERIES: dict[str, tuple[Forge, str]] = {
         "'parsed_at_first': 1",
     ),
     "the model in the receipt": (depends_on("base model", lambda model: model.update(model="x")), "base model is 'x'"),
-    "the adapters in the receipt": (depends_on("service", lambda said: said.update(adapters={})), "service is {}"),
+    "the adapters in the receipt": (depends_on("service", lambda stated: stated.update(adapters={})), "service is {}"),
     "a phase less": (drop_phase, "activation_pilot is missing"),
     "stopped before it trained": (stop_at("activation_pilot"), "though a gate stopped the run before"),
     "stopped for an item that is there": (stop_at("evaluate"), "misses none"),

@@ -62,7 +62,7 @@ CLEAR = [(0.01, 0.2, True), (-0.2, -0.01, True), (-0.1, 0.1, False), (0.0, 0.2, 
 @pytest.mark.parametrize(("low", "high", "clear"), CLEAR)
 def test_an_interval_excludes_0_on_either_side_and_not_where_it_touches(low: float, high: float, clear: bool) -> None:
     row = {"dimension": "ungrounded_claims", "mean": (low + high) / 2, "betting_low": low, "betting_high": high}
-    said = summary.dimension_answer(run(verdict={"dimensions": [row]}))
-    assert said is not None
-    assert ("the interval excludes 0 for ungrounded claims" in said) is clear
-    assert ("no dimension's interval excludes 0" in said) is not clear
+    answer = summary.dimension_answer(run(verdict={"dimensions": [row]}))
+    assert answer is not None
+    assert ("the interval excludes 0 for ungrounded claims" in answer) is clear
+    assert ("no dimension's interval excludes 0" in answer) is not clear

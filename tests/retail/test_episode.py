@@ -83,12 +83,12 @@ def test_outputs_are_substrings_without_commas(
     assert (grade.reward, grade.substring_only) == (reward, substring_only)
 
 
-@pytest.mark.parametrize(("said", "reward"), [((), 0.0), ((0,), 0.0), ((1,), 0.0), ((0, 1), 1.0), ((1, 0), 1.0)])
-def test_every_expected_output_has_to_be_said(source: retail.Source, said: tuple[int, ...], reward: float) -> None:
+@pytest.mark.parametrize(("outputs", "reward"), [((), 0.0), ((0,), 0.0), ((1,), 0.0), ((0, 1), 1.0), ((1, 0), 1.0)])
+def test_every_expected_output_has_to_be_said(source: retail.Source, outputs: tuple[int, ...], reward: float) -> None:
     index, task = next((i, task) for i, task in enumerate(source.tasks("test")) if len(task.outputs) == 2)
-    grade = solved(source, "test", index).grade([f"It is {task.outputs[place].upper()}." for place in said])
+    grade = solved(source, "test", index).grade([f"It is {task.outputs[place].upper()}." for place in outputs])
     assert (grade.reward, grade.database_ok, grade.outputs_ok) == (reward, True, reward == 1.0)
-    assert grade.outputs == {output: place in said for place, output in enumerate(task.outputs)}
+    assert grade.outputs == {output: place in outputs for place, output in enumerate(task.outputs)}
 
 
 @pytest.mark.parametrize("spelled", [str, str.lower, str.upper], ids=["as it is", "lower", "upper"])

@@ -80,8 +80,8 @@ class Rollout:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Rollout":
         """The rollout that a line of trajectories/*.jsonl tells of."""
-        said, teacher = data["judgement"], data["teacher"]
-        scores = None if said is None else {name: said[name] for name in (*DIMENSIONS, "rationale")}
+        stated, teacher = data["judgement"], data["teacher"]
+        scores = None if stated is None else {name: stated[name] for name in (*DIMENSIONS, "rationale")}
         judged = Judged(
             None if scores is None else Judgement(**scores),
             data["judge_tries"],

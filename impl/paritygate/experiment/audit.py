@@ -267,9 +267,9 @@ def check_dependencies(run_dir: Path, exp: Experiment) -> None:
         ("service", named["service"]["used"], dict(used)),
         ("service", named["service"]["adapters"], adapters),
     ]
-    for name, said, computed in says:
-        if not alike(said, computed):
-            raise Refused(f"{run_dir / 'receipt.json'}: {name} is {said!r} in it, {computed!r} by the run's files.")
+    for name, stated, computed in says:
+        if not alike(stated, computed):
+            raise Refused(f"{run_dir / 'receipt.json'}: {name} is {stated!r} in it, {computed!r} by the run's files.")
 
 
 def check_page(run_dir: Path, root: Path) -> str:

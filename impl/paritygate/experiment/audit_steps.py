@@ -65,10 +65,10 @@ def check_steps(
         advantages = [[float(value) for value in line["advantages"]] for line in lines]
         clip = exp.protocol.advantage.clip
         derived = derived_metrics(groups, advantages, metrics["executed_base_model"], clip)
-        for said, computed in ((record["tally"], tally(groups)), (metrics, derived)):
+        for stated, computed in ((record["tally"], tally(groups)), (metrics, derived)):
             for entry, value in finite(computed).items():
-                if entry not in said or not alike(said[entry], value):
-                    raise Refused(f"{path}: {entry} is {said.get(entry)!r}, {value!r} by {run_dir / name}.")
+                if entry not in stated or not alike(stated[entry], value):
+                    raise Refused(f"{path}: {entry} is {stated.get(entry)!r}, {value!r} by {run_dir / name}.")
         trajectories += [(run_dir / name, rollout.trajectory) for rollout in flat(groups)]
     return trajectories
 
@@ -111,8 +111,8 @@ def check_episode(path: Path, exp: Experiment, episode: Rollout, split: str, see
         (place in sampled) == bool(mask) == (logprob is not None)
         for place, (mask, logprob) in enumerate(zip(trajectory.mask, trajectory.sampler_logprobs, strict=True))
     )
-    said = sum(message["role"] == "assistant" for message in trajectory.messages)
-    if not agreed or not trajectory.turns == len(trajectory.spans) == said:
+    stated = sum(message["role"] == "assistant" for message in trajectory.messages)
+    if not agreed or not trajectory.turns == len(trajectory.spans) == stated:
         raise Refused(f"{where}: its mask, spans, turns and logprobs are not of the same sampled tokens.")
     judgement = judged.judgement
     if judgement is None or not trajectory.trains:
@@ -192,9 +192,9 @@ def check_facts(run_dir: Path, exp: Experiment) -> None:
             if not alike(facts["counts"][arm.name], add_tallies([step["tally"] for step in steps])):
                 raise Refused(f"{run_dir / 'phases'}: the counts of {arm.name} are not those of its units.")
     if "evaluate" in chain.completed and chain.record("evaluate")["outcome"] == "done":
-        said, path = chain.record("evaluate"), run_dir / "items.jsonl"
+        stated, path = chain.record("evaluate"), run_dir / "items.jsonl"
         sentence, facts = summary(exp, lines_of(path))
-        if said["decided"] != sentence or any(not alike(said["facts"][name], facts[name]) for name in facts):
+        if stated["decided"] != sentence or any(not alike(stated["facts"][name], facts[name]) for name in facts):
             raise Refused(f"{run_dir / 'phases'}: what the evaluation came to is not what {path} gives.")
 
 
@@ -208,29 +208,29 @@ def check_cost(run_dir: Path, exp: Experiment) -> None:
     """Refused unless cost.json is what timings.jsonl and the run's prices give; a run before its report has none."""
     if not (run_dir / "cost.json").exists():
         return
-    said, entries = record_of(run_dir / "cost.json"), lines_of(run_dir / "timings.jsonl")
+    stated, entries = record_of(run_dir / "cost.json"), lines_of(run_dir / "timings.jsonl")
     used: Counter[str] = Counter()
     for entry in entries:
         used.update(entry.get("used", {}))
     spent = [round(seconds / 3600, 4) for seconds in accumulate(e["seconds"] for e in entries if e["what"] == "spent")]
     prices = load_prices(run_dir / TABLE) if (run_dir / TABLE).exists() else None
-    cost = cost_of(exp, used, (said["hours"], said["gpu_hours"]), prices)
+    cost = cost_of(exp, used, (stated["hours"], stated["gpu_hours"]), prices)
     again = json.loads(json.dumps(finite(cost.to_json())))
-    if said["hours"] not in spent or said["gpu_hours"] not in (0, said["hours"]) or not alike(said, again):
+    if stated["hours"] not in spent or stated["gpu_hours"] not in (0, stated["hours"]) or not alike(stated, again):
         raise Refused(f"{run_dir / 'cost.json'} is not what {run_dir / 'timings.jsonl'} and its prices give.")
 
 
-def alike(said: Any, computed: Any) -> bool:
+def alike(stated: Any, computed: Any) -> bool:
     """Whether two JSON values are equal, numbers to CLOSE."""
-    if isinstance(said, Mapping) and isinstance(computed, Mapping):
-        return said.keys() == computed.keys() and all(alike(said[name], computed[name]) for name in said)
-    if isinstance(said, list | tuple) and isinstance(computed, list | tuple):
-        return len(said) == len(computed) and all(map(alike, said, computed))
-    if isinstance(said, bool) or isinstance(computed, bool):
-        return said is computed
-    if isinstance(said, int | float) and isinstance(computed, int | float):
-        return abs(said - computed) <= CLOSE * max(1.0, abs(computed))
-    return said == computed
+    if isinstance(stated, Mapping) and isinstance(computed, Mapping):
+        return stated.keys() == computed.keys() and all(alike(stated[name], computed[name]) for name in stated)
+    if isinstance(stated, list | tuple) and isinstance(computed, list | tuple):
+        return len(stated) == len(computed) and all(map(alike, stated, computed))
+    if isinstance(stated, bool) or isinstance(computed, bool):
+        return stated is computed
+    if isinstance(stated, int | float) and isinstance(computed, int | float):
+        return abs(stated - computed) <= CLOSE * max(1.0, abs(computed))
+    return stated == computed
 
 
 def record_of(path: Path) -> Record:

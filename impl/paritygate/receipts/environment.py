@@ -148,12 +148,12 @@ def matmul_precision() -> str:
 
 def settings() -> str:
     """The variables of SETTINGS that are set, `NAME=VALUE`, with the digest of each file that is preloaded; or none."""
-    said = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
+    stated = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
     for name in PRELOADED:
         for path in re.split(r"[ :]+", os.environ.get(name, "")):
             if os.path.isfile(path):
-                said.append(f"{os.path.basename(path)} sha256:{sha256_file(path)}")
-    return " ".join(said) or "none"
+                stated.append(f"{os.path.basename(path)} sha256:{sha256_file(path)}")
+    return " ".join(stated) or "none"
 
 
 def threads() -> int:
