@@ -28,5 +28,6 @@ QUICK = (
     "masked-nan-leaks",
     "gate-at-a-tie",
     "thresholds-dropped",
+    "service-gspo-mask-ignored",
     "checkpoints-are-rounded",
 )  # killed in `make test`; `make mutants` kills all

@@ -6,14 +6,13 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import paritygate
-from paritygate.service.lab import Settings
-from paritygate.service.obligations import load
-from paritygate.service.proof import prove_at
-from paritygate.service.runner import Result
 from tests.mutants.mutant import Mutant
+
+if TYPE_CHECKING:  # paritygate.service is imported in functions: some mutants of the losses are edits of it
+    from paritygate.service.runner import Result
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600.0  # after which a proof has not ended
@@ -22,6 +21,8 @@ LIMIT = 60.0  # seconds for a call: what hangs is told from what is slow on a bu
 
 def names() -> list[str]:
     """Every obligation of spec/service.json."""
+    from paritygate.service.obligations import load
+
     return [entry.name for entry in load().entries]
 
 
@@ -31,6 +32,8 @@ def preload() -> None:
     import torch  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     import uvicorn.protocols.http.h11_impl  # noqa: F401
+
+    import paritygate.service.proof  # noqa: F401
 
 
 def copy_server(folder: Path, mutant: Mutant | None) -> None:
@@ -44,7 +47,7 @@ def copy_server(folder: Path, mutant: Mutant | None) -> None:
         path.write_text(source.replace(old, new))
 
 
-def proved(mutant: Mutant | None, chosen: Sequence[str], **options: Any) -> dict[str, Result] | str:
+def proved(mutant: Mutant | None, chosen: Sequence[str], **options: Any) -> "dict[str, Result] | str":
     """The results of `chosen` obligations at a server with the mutant's edits, or why there are none.
 
     options: of `paritygate.server.start`.
@@ -74,10 +77,13 @@ def _child(mutant: Mutant | None, chosen: Sequence[str], options: Mapping[str, A
     os._exit(0)
 
 
-def _prove(folder: str, chosen: Sequence[str], options: Mapping[str, Any]) -> dict[str, Result]:
+def _prove(folder: str, chosen: Sequence[str], options: Mapping[str, Any]) -> "dict[str, Result]":
     import logging
 
     from paritygate import server
+    from paritygate.service.lab import Settings
+    from paritygate.service.obligations import load
+    from paritygate.service.proof import prove_at
 
     if not str(server.__file__).startswith(folder):
         raise RuntimeError(f"the server under test comes from {server.__file__}")
