@@ -6,6 +6,7 @@ ONE_PATH = "tests/agent/test_one_path.py::test_sampling_scoring_and_evaluation_s
 
 WIRING = "tests/experiment/test_wiring.py"
 WARM_START = "tests/experiment/test_warm_start.py::test_what_is_trained_on_and_what_the_arms_begin_with"
+OWN_LOSS = "tests/experiment/test_own_loss.py"
 REQUESTS = f"{WIRING}::test_every_request_is_the_one_that_the_protocol_implies"
 TOUCHING = "tests/statistics/test_verdict.py::test_an_interval_that_touches_the_margin_lies_on_neither_side_of_it"
 
@@ -35,6 +36,22 @@ MUTANTS = (
         "experiment/step/batch.py",
         "    for group in groups:\n        try:",
         "    for group in [Group(-1, tuple(flat(groups)))]:\n        try:",
+    ),
+    Mutant(
+        "loss-of-another-repository-unproven",
+        "a run begins by a loss whose own repository was edited since its parity was shown",
+        f"{OWN_LOSS}::test_no_run_starts_by_an_edited_or_an_unknown_loss",
+        "experiment/runner.py",
+        "        require(name, directory)\n",
+        "        find(name)\n",
+    ),
+    Mutant(
+        "loss-of-another-repository-off-the-mask",
+        "its advantages of prompt tokens are sent",
+        f"{OWN_LOSS}::test_a_group_is_its_judged_rollouts_and_off_the_mask_there_is_nothing",
+        "experiment/step/advantages.py",
+        "strict=True) if not sampled)",
+        "strict=True) if sampled is None)",
     ),
     Mutant(
         "last-batch-again",

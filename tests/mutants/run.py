@@ -153,7 +153,7 @@ def by_tests(mutants: Sequence[Mutant]) -> list[str]:
     """Make each mutant in a copy of the tree and run its test there; what is not as the catalogue says."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        for name in ("impl", "reference", "tests", "spec", "benchmarks"):
+        for name in ("impl", "reference", "tests", "spec", "benchmarks", "examples"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, tree)
