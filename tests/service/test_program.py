@@ -12,13 +12,14 @@ def test_a_sequence_is_named_once() -> None:
         journal.add(f"o3 = wait(t1.forward_backward([{one}], 'cross_entropy'))")
         lines = journal.program("http://127.0.0.1:8000", "tiny", "it is off").splitlines()
     assert lines[0] == "# it is off"
-    assert lines[-7:] == [
+    assert lines[-8:] == [
         f"d1 = {one}",
         f"d2 = {two}",
         "",
         "t1 = wait(service.create_lora_training_client(MODEL, rank=8))",
         "o2 = wait(t1.forward([d1, d2], 'cross_entropy'))",
         "o3 = wait(t1.forward_backward([d1], 'cross_entropy'))",
-        "print(o3)",
+        "print('o2: loss:sum', o2.metrics.get('loss:sum'), 'logprobs', logprobs(o2))",
+        "print('o3: loss:sum', o3.metrics.get('loss:sum'), 'logprobs', logprobs(o3))",
     ]
     compile("\n".join(lines), "program", "exec")

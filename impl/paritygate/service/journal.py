@@ -32,6 +32,11 @@ def logprobs(output):
 """
 
 RESULT = re.compile(r"[olr]\d+ = wait\(")  # of a pass, of compute_logprobs, of sample
+PRINTED = {
+    "o": "print('{0}: loss:sum', {0}.metrics.get('loss:sum'), 'logprobs', logprobs({0}))",
+    "l": "print('{0}:', {0})",
+    "r": "print('{0}:', [list(one.tokens) for one in {0}.sequences])",
+}
 PROBE = re.compile(r"p\d+ = logprobs\(")
 DATUM = re.compile(r"datum\([^()]*\)")
 
@@ -82,7 +87,7 @@ class Journal:
     def program(self, base_url: str, model: str, seen: str) -> str:
         """`seen`, then the lines with what they need, each datum named once.
 
-        It prints distances, else what moved, else its last result.
+        It prints distances, else what moved, else its last results.
         """
         lines = [*self.lines]
         results, probes = ([line.split(" = ", 1)[0] for line in lines if kind.match(line)] for kind in (RESULT, PROBE))
@@ -91,7 +96,9 @@ class Journal:
                 change = f"np.abs({probes[-1]} - {probes[0]}).max()"
                 lines.append(f"print('largest change of a logprob since the first probe:', {change})")
             elif results:
-                lines.append(f"print({results[-1]})")
+                last = [name for name in results if name[0] == results[-1][0]]
+                last = last[-5:] if last[-1][0] == "r" else last[-2:]
+                lines.extend(PRINTED[name[0]].format(name) for name in last)
         data: dict[str, str] = {}
         lines = [DATUM.sub(lambda code: data.setdefault(code[0], f"d{len(data) + 1}"), line) for line in lines]
         named = [f"{name} = {code}" for code, name in data.items()]

@@ -72,6 +72,7 @@ def main() -> int:
                     rows.append(row := pair(name, version, url, model, rest))
                 outcomes = ", ".join(f"{count} {outcome}" for outcome, count in row["outcomes"].items())
                 message = f"  {row['said']}" if row["said"] else ""
+                (services.BUILD / "matrix" / "sdk-matrix.json").write_text(json.dumps(rows, indent=1) + "\n")
                 print(f"{name:9} tinker {version:7} exit {row['exit']}  {outcomes}{message}", flush=True)
     except services.Missing as missing:
         print(f"sdk_matrix.py: {missing}", file=sys.stderr)
@@ -79,7 +80,6 @@ def main() -> int:
     except KeyboardInterrupt:
         print("sdk_matrix.py: interrupted; the service is stopped.", file=sys.stderr)
         return 130
-    (services.BUILD / "matrix" / "sdk-matrix.json").write_text(json.dumps(rows, indent=1) + "\n")
     return 0 if all(row["exit"] in (0, 2, 3, 5) and row["said"] != "a traceback" for row in rows) else 1
 
 
