@@ -172,7 +172,8 @@ def packed_samples(lab: Lab) -> Measured:
             scores, samples, met = _at_once(lab, samplers, prompts, length)
             if any(values is None for values in (*scores, *(sample.logprobs for sample in samples))):
                 return Measured(np.inf, "an answer has no logprobs")
-            each["scores at once"] = _farthest([p[1:] for p in scores if p is not None], right)
+            after_first = 1 - len(prompts[0])  # from the end: a service may leave the leading None out
+            each["scores at once"] = _farthest([p[after_first:] for p in scores if p is not None], right)
             trained = [
                 forward_logprobs(trainer, (*prompts[0], *sample.tokens))[-len(sample.tokens) :]
                 for trainer, sample in zip(trainers, samples, strict=True)
