@@ -3,15 +3,24 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paritygate.agent.judge import DIMENSIONS, Judged, Judgement
+from paritygate.agent.rollouts import Group, Rollout, TeacherScores
+from paritygate.agent.trajectory import Trajectory
+from paritygate.experiment.phases.timing_pilot import project, seconds_by_part
+from paritygate.experiment.run.directory import latest_run
 from paritygate.experiment.run.journal import Journal, Timings, drop_torn_tail, read_lines
 from paritygate.experiment.step.advantages import group_advantages
-from paritygate.experiment.step.metrics import add_tallies, gate_values
+from paritygate.experiment.step.metrics import add_tallies, advantage_metrics, gate_values, tally
+from paritygate.receipts import canonical
+from paritygate.spec import load
+from paritygate.spec.schema import spec_folder
 
 SCORE = st.floats(0.0, 1.0)
 LOGPROB = st.floats(-20.0, 0.0)
@@ -144,3 +153,56 @@ def test_times_survive_a_torn_line(tmp_path: Path) -> None:
         raise RuntimeError
     assert [entry["step"] for entry in timings.entries("train")] == [0, 1]
     assert json.loads(whole)["seconds"] >= 0
+
+
+def taught_episode(gaps: list[float]) -> Rollout:
+    """An episode of one sampled token a gap, which the teacher likes that much better than the student's 0 nats."""
+    n = len(gaps)
+    tokens, mask, student = (0, *range(1, n + 1)), (0, *[1] * n), (None, *[0.0] * n)
+    trajectory = Trajectory("train", 0, 0, 0, tokens, mask, student, 1, ((1, n + 1),), (), "user_stop", 1, 0.0, {})
+    judgement = Judgement(0.5, 0.5, 0.5, dict.fromkeys(DIMENSIONS, "x"))
+    return Rollout(trajectory, Judged(judgement, 1, True), TeacherScores((None, *gaps), True, None, 0, 1))
+
+
+def test_what_is_exactly_at_a_bound_is_neither_clipped_nor_over_it() -> None:
+    rollout = taught_episode([0.1, -0.1, 0.100001, 2.0, -2.0, 2.5, 0.0, -3.0])
+    counts = tally([Group(0, (rollout,))])
+    assert (counts["loss_tokens"], counts["loss_tokens_over_0.1"]) == (8, 5)
+    advantages = [[0.0] * 9]
+    assert advantage_metrics([rollout], advantages, clip=2.0)["frac_clipped"] == 0.25
+
+
+def test_a_projection_by_hand() -> None:
+    """Seconds of a step of 7: two arms at once, pilots of 2 steps, 20 steps, evaluation in waves of 16 episodes."""
+    exp = load(spec_folder() / "sdpo.json")
+    account = SimpleNamespace(record=lambda: None, seconds=lambda: 100.0)
+    state: Any = SimpleNamespace(exp=exp, account=account)
+    parts = {"rollouts": 5.0, "optim_step": 2.0}
+    episodes = exp.eval.n_examples * exp.eval.rollouts_per_task
+    for at_once, rounds in ((2, 1), (1, 2)):
+        made = project(state, exp.arms[0], parts, embedded=False, arms_at_once=at_once)
+        assert made["phases"] == {
+            "spent": 100.0,
+            "activation_pilot": 7.0 * exp.protocol.pilot.steps * rounds,
+            "train": 7.0 * exp.steps * rounds,
+            "evaluate": 5.0 * math.ceil(episodes / 16) * rounds,
+        }
+        assert made["wall_seconds"] == sum(made["phases"].values())
+
+
+def test_the_timed_step_is_multiplied_where_it_grows_with_the_episodes(tmp_path: Path) -> None:
+    timings = Timings(tmp_path / "timings.jsonl")
+    for what, seconds in (("rollouts", 9.0), ("rollouts", 3.0), ("forward_backward", 2.0), ("save", 1.0)):
+        timings.append("timing_pilot", what=what, step=0, seconds=seconds)  # a kill had it be timed twice
+    timings.append("timing_pilot", what="phase", seconds=50.0)
+    state: Any = SimpleNamespace(timings=timings)
+    assert seconds_by_part(state, 4.0) == {"rollouts": 12.0, "forward_backward": 8.0, "save": 1.0}
+
+
+def test_a_resume_without_a_name_goes_on_with_the_newest_run_of_the_spec(tmp_path: Path) -> None:
+    exp = load(spec_folder() / "sdpo.json")
+    for stamp, frozen in (("20260101-000000", exp.frozen), ("20260301-000000", exp.frozen), ("20260401-000000", {})):
+        folder = tmp_path / "runs" / f"sdpo-{stamp}"
+        folder.mkdir(parents=True)
+        (folder / "spec.json").write_bytes(canonical(dict(frozen)))
+    assert latest_run(exp, tmp_path) == tmp_path / "runs" / "sdpo-20260301-000000"
