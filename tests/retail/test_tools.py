@@ -302,3 +302,24 @@ def test_a_variant_that_is_not_available_is_refused(db: Database, name: str) -> 
     arguments = {"order_id": order["order_id"], "item_ids": [item["item_id"]], "new_item_ids": [sold_out]}
     arguments["payment_method_id"] = order["payment_history"][0]["payment_method_id"]
     assert retail.call(db, name, arguments) == f"Error: new item {sold_out} not found or available"
+
+
+def test_an_exchange_keeps_both_lists_sorted_each_by_itself(db: Database) -> None:
+    def available(item: dict[str, Any]) -> list[str]:
+        variants = db.record("products", item["product_id"])["variants"]
+        return [key for key, variant in variants.items() if variant["available"]]
+
+    order, pairs = next(
+        (order, [(a, x), (b, y)])
+        for _, order in db.records("orders")
+        if order["status"] == "delivered" and order["payment_history"][0]["payment_method_id"].startswith("credit_card")
+        for a, b in zip(order["items"], order["items"][1:], strict=False)
+        for x in available(a)[:1]
+        for y in available(b)[:1]
+        if a["item_id"] > b["item_id"] and x > y
+    )
+    old, new = [item["item_id"] for item, _ in pairs], [chosen for _, chosen in pairs]
+    arguments = {"order_id": order["order_id"], "item_ids": old, "new_item_ids": new}
+    arguments["payment_method_id"] = order["payment_history"][0]["payment_method_id"]
+    answer = json.loads(retail.call(db, "exchange_delivered_order_items", arguments))
+    assert (answer["exchange_items"], answer["exchange_new_items"]) == (old[::-1], new[::-1])
