@@ -27,6 +27,8 @@ CONFIRM = "I will cancel it. Do you confirm (yes/no)?"
         ("No, ###STOP### leave it. ###STOP###", ("No,  leave it.", True)),
         ("###STOP###", ("###STOP###", True)),
         (" ###STOP###\n###STOP###", ("###STOP###", True)),
+        ("**###STOP###**", ("###STOP###", True)),
+        ('"###STOP###."', ("###STOP###", True)),
         # A marker in thinking is no marker, and thinking is not said.
         ("<think>I could ###STOP### here</think>Please go on.", ("Please go on.", False)),
         ("<think>###STOP###", ("", False)),

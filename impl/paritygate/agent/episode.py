@@ -9,6 +9,7 @@ from renderers.base import Renderer
 from paritygate.agent.conversation import Message, assistant, tool
 from paritygate.agent.conversation import user as user_says
 from paritygate.agent.prompt import Context
+from paritygate.agent.renderer import quoted
 from paritygate.agent.seeds import derive
 from paritygate.agent.trajectory import GRADED, Ending, Trajectory
 from paritygate.agent.turns import Turn, read_turn
@@ -205,8 +206,11 @@ async def _act(
 
 
 def first_prompt(renderer: Renderer, context: Context, opening: str, *, before_system: str = "") -> list[int]:
-    """The tokens before the first turn; `before_system` is put in front of the system text (a teacher's context)."""
-    messages: Any = [{"role": "system", "content": before_system + context.system}, user_says(opening)]
+    """The tokens before the first turn; `before_system` is put in front of the system text (a teacher's context).
+
+    What stands in it was said by somebody, or written by a judge: its tags are text.
+    """
+    messages: Any = [{"role": "system", "content": quoted(before_system) + context.system}, user_says(opening)]
     tools: Any = context.rendered_tools
     return renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
 
