@@ -130,12 +130,12 @@ def test_an_episode_cut_by_a_limit_is_named_scores_zero_and_is_not_graded(render
     assert (trajectory.ended_by, trajectory.reward, env.ended) == (ending, 0.0, "cut")
 
 
-@pytest.mark.parametrize(("room", "turns"), [(-1, 0), (0, 0), (1, 1)])
-def test_a_prompt_that_fills_the_sequence_leaves_no_turn(renderers, room, turns):
+@pytest.mark.parametrize(("left", "turns"), [(-1, 0), (0, 0), (1, 1)])
+def test_a_prompt_that_fills_the_sequence_leaves_no_turn(renderers, left, turns):
     whole, _, _ = play(renderers, "chatml", ["Hello there."])
-    limits = Limits(max_tokens_per_turn=1000, max_seq_len=whole.prompt_length + room)
+    limits = Limits(max_tokens_per_turn=1000, max_seq_len=whole.prompt_length + left)
     trajectory, _, _ = play(renderers, "chatml", ["Hello there."], limits=limits)
-    assert (trajectory.turns, len(trajectory.tokens)) == (turns, whole.prompt_length + room if turns else 0)
+    assert (trajectory.turns, len(trajectory.tokens)) == (turns, whole.prompt_length + left if turns else 0)
 
 
 def test_a_turn_that_a_limit_cut_is_not_acted_on(renderers):
