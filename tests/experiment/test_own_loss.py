@@ -90,18 +90,18 @@ def test_an_arm_trains_by_a_loss_that_its_own_repository_proves(
             groups.setdefault(line["task_index"], []).append(line)
     assert groups
     for group in groups.values():
-        composites = [audit.composite_of(line) for line in group]
+        composites = [line["judgement"]["composite"] for line in group]
         mean = sum(composites) / len(composites)
         for line, composite in zip(group, composites, strict=True):
             weight = (composite - mean) / (sum(line["mask"]) * len(group))
             assert line["advantages"] == pytest.approx([weight * mask for mask in line["mask"]], rel=1e-12, abs=1e-18)
     exp = load(run / "spec.json")
     assert isinstance(exp, Experiment)
-    audit.check_advantages(run, exp)
+    audit.check_steps(run, exp, audit.losses_of_arms(run, exp))
     (offered / LOSS).write_text((text := (offered / LOSS).read_text()) + "# edited\n")
     try:
         with pytest.raises(Refused, match=rf"{LOSS} was edited since parity was shown for the loss {NAME}"):
-            audit.check_advantages(run, exp)
+            audit.losses_of_arms(run, exp)
     finally:
         (offered / LOSS).write_text(text)
 

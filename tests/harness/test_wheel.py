@@ -61,10 +61,9 @@ print(json.dumps(float(loss)))
 def test_a_missing_extra_is_one_sentence_that_names_it(
     installed: Path, tmp_path: Path, command: str, module: str, extra: str
 ) -> None:
-    arguments = {"server": ["--model", "tiny"], "service": ["--plan"], "harness": ["new", "x"]}[command]
+    address = ["--base-url", "http://127.0.0.1:9"]
+    arguments = {"server": ["--model", "tiny"], "service": address, "harness": ["new", "x"]}[command]
     for program in (["paritygate", command], [f"paritygate.{command}"]):
-        if program == ["paritygate.service"]:
-            arguments = ["--base-url", "http://127.0.0.1:9"]
         variables = without({module}, tmp_path) | {"TINKER_API_KEY": "tml-x"}
         done = Stranger(tmp_path, installed).run("-m", *program, *arguments, **variables)
         assert (done.returncode, "Traceback" in done.stderr) == (2, False), done
