@@ -53,6 +53,7 @@ def by_definition(base: Any, folder: Path) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     for name in [n for n in tensors if n.endswith(".lora_A.weight")]:
+        assert name.startswith("base_model.model.")  # PEFT loads nothing else
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         assert module.rpartition(".")[2] in config["target_modules"]
         update = tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
