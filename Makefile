@@ -28,7 +28,7 @@ export PARITYGATE_TAU_BENCH := $(abspath data/tau_bench_retail)
 endif
 endif
 
-.PHONY: help run test test-runs test-losses test-guard test-rest soak parity data env mutants cookbook trainers bench service-skyrl service-hatchery sdk-matrix
+.PHONY: help run test test-runs test-servers test-losses test-guard test-rest soak parity data env mutants cookbook trainers bench service-skyrl service-hatchery sdk-matrix
 
 help:
 	@echo 'make run     set up, prove parity, run the local experiment ($(SPEC))'
@@ -60,27 +60,31 @@ run: $(INSTALLED)
 	@$(PY) impl/verify.py --parity --spec $(SPEC) || { echo 'Proving parity now, about a minute.'; $(PARITY); }
 	$(PY) impl/run.py --spec $(SPEC)
 
-# Four parts, the longest first, three side by side: much of a part is waiting, so that two cores are busy to the end.
+# Five parts side by side, the longest first: much of a part is waiting, so that two cores are busy to the end.
 RUNS := tests/agent tests/backend tests/experiment
+SERVERS := tests/server tests/service
 LOSSES := tests/golden tests/kernels tests/meta tests/mutants tests/properties tests/statistics
 
 test: $(INSTALLED)
-	@$(MAKE) --no-print-directory --keep-going -j3 test-runs test-rest test-losses test-guard
+	@$(MAKE) --no-print-directory --keep-going -j4 test-runs test-servers test-losses test-guard test-rest
 
-test-runs test-losses test-guard test-rest: $(INSTALLED)
+test-runs test-servers test-losses test-guard test-rest: $(INSTALLED)
 
 test-runs:
-	$(PY) -m pytest $(RUNS) -q
+	$(PY) -m pytest $(RUNS) -q --durations=15
+
+test-servers:
+	$(PY) -m pytest $(SERVERS) -q --durations=15
 
 test-losses:
 	$(PARITY)
-	$(PY) -m pytest $(LOSSES) -q
+	$(PY) -m pytest $(LOSSES) -q --durations=15
 
 test-guard:
-	$(PY) -m pytest tests/guard -q
+	$(PY) -m pytest tests/guard -q --durations=15
 
 test-rest:
-	$(PY) -m pytest tests -q $(patsubst %,--ignore %,$(RUNS) $(LOSSES) tests/guard tests/parity)
+	$(PY) -m pytest tests -q $(patsubst %,--ignore %,$(RUNS) $(SERVERS) $(LOSSES) tests/guard tests/parity) --durations=15
 
 soak: $(INSTALLED)
 	PARITYGATE_SOAK=1 $(MAKE) --no-print-directory test mutants
