@@ -61,7 +61,7 @@ run: $(INSTALLED)
 	$(PY) impl/run.py --spec $(SPEC)
 
 # Five parts side by side, the longest first: much of a part is waiting, so that two cores are busy to the end.
-RUNS := tests/agent tests/backend tests/experiment
+RUNS := tests/experiment
 SERVERS := tests/server tests/service
 LOSSES := tests/golden tests/kernels tests/meta tests/mutants tests/properties tests/statistics
 

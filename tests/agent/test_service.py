@@ -163,6 +163,9 @@ def test_episodes_leak_no_memory_no_task_and_no_connection(tiny, tau_bench_dir):
         counts = []
         for batch in range(episodes // 8):
             await collect_step([batch % 20], 8, stage.play, stage.judge)
+            until = time.monotonic() + 10  # a probe of the service that is under way ends by itself
+            while counts and len(asyncio.all_tasks()) > counts[0][0] and time.monotonic() < until:
+                await asyncio.sleep(0.05)
             counts.append(open_now())
         return counts
 
