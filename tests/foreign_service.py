@@ -58,6 +58,7 @@ class Faults:
         }
     )
     detail: str = "injected"  # what an injected refusal says
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)  # of an injected refusal
     takes_limits: bool = True  # knows ttl_seconds; a service that does not refuses it with `status_of_limits`
     status_of_limits: int = 422
     scores_the_end: bool = True  # knows prompt_logprobs_last_n; an older service scores everything without a word
@@ -147,7 +148,7 @@ class ForeignService:
         if status is None:
             return None
         self.refused[f"{kind} {status}"] += 1
-        return JSONResponse({"detail": self.faults.detail}, status)
+        return JSONResponse({"detail": self.faults.detail}, status, self.faults.headers)
 
     def _no_limit(self, body: dict[str, Any]) -> Response | None:
         if self.faults.takes_limits or body.get("ttl_seconds") is None:

@@ -2,14 +2,20 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paritygate.backend import BackendError, ServiceDown, connect, policy_gradient_datum
 from paritygate.backend import connection as connections
+from paritygate.backend import contact as contacts
 from paritygate.backend.contact import Need, first_contact
+from paritygate.backend.holder import retry_after
 from paritygate.errors import BadInputError
 from tests.foreign_service import KEY, serving
 from tests.scripted_service import JUDGE, POLICY, USER, Script
@@ -110,10 +116,40 @@ def test_billing_is_named_at_once_and_is_nobodys_bad_answer(kind, act):
 
 
 @pytest.mark.usefixtures("any_tokenizer")
-def test_too_many_requests_are_waited_out():
-    with serving(status=lambda kind, n: 429 if kind == "asample" and n < 1 else None) as service:
+def test_too_many_requests_are_waited_out_as_long_as_the_service_says():
+    """The SDK would sample again after one second: a refusal of two seconds is refused once, not twice."""
+    asked: list[float] = []
+
+    def status(kind: str, number: int) -> int | None:
+        if kind == "asample":
+            asked.append(time.monotonic())
+        return 429 if kind == "asample" and number < 1 else None
+
+    with serving(status=status, headers={"Retry-After": "2"}) as service:
         call(service, sampled)
         assert service.refused == {"asample 429": 1}
+    assert len(asked) == 2
+    assert asked[1] - asked[0] >= 1.99
+
+
+RETRY_AFTER = [
+    (429, "7", 7.0),
+    (503, "0.5", 0.5),
+    (429, "86400", 60.0),  # bounded: then it is asked again
+    (429, "inf", 60.0),
+    (429, "nan", 0.0),
+    (429, "-3", 0.0),
+    (429, "soon", 0.0),
+    (429, "Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+    (429, "Fri, 21 Oct 2363 07:28:00 GMT", 60.0),
+    (200, "7", 0.0),
+    (429, None, 0.0),
+]
+
+
+@pytest.mark.parametrize(("status", "value", "seconds"), RETRY_AFTER)
+def test_how_long_a_service_asks_to_be_left_alone(status: int, value: str | None, seconds: float):
+    assert retry_after(status, {} if value is None else {"retry-after": value}) == seconds
 
 
 @pytest.mark.usefixtures("any_tokenizer")
@@ -240,6 +276,47 @@ def test_first_contact_names_what_is_missing_within_ten_seconds(tokenizer_folder
     with serving(**silent) as service, pytest.raises(BackendError, match=r"does not say which models it serves.*404"):
         contact(service)
     assert time.monotonic() - started < 30
+
+
+def test_a_dead_address_is_named_before_the_sdk_is_imported():
+    """The seconds of two tries are all it takes, not those of importing torch."""
+    lines = (
+        "import asyncio, sys",
+        "from paritygate.backend.contact import first_contact",
+        "try:",
+        f"    asyncio.run(first_contact([], 'http://127.0.0.1:9', {KEY!r}))",
+        "except Exception as error:",
+        "    print(type(error).__name__, {'tinker', 'torch', 'transformers', 'renderers'} & set(sys.modules))",
+    )
+    impl = str(Path(contacts.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env=os.environ | {"PYTHONPATH": impl},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "ServiceDown set()\n"
+
+
+def test_probe_and_capabilities_share_the_seconds_of_first_contact(monkeypatch: pytest.MonkeyPatch):
+    """Of ten seconds seven are the service's: two tries of 3 with 0.5 between them, and the models in what is left."""
+    assert (contacts.SECONDS, contacts.TRY_SECONDS) == (7.0, 3.0)
+    granted: list[float] = []
+
+    async def slow(base_url: str, token: str, *, seconds: float) -> None:
+        granted.append(seconds)
+        await asyncio.sleep(0.2)
+
+    async def models(base_url: str, token: str, seconds: float) -> dict[str, Any]:
+        granted.append(seconds)
+        return {}
+
+    monkeypatch.setattr(contacts, "probe", slow)
+    monkeypatch.setattr(contacts, "_capabilities", models)
+    asyncio.run(first_contact((), "http://127.0.0.1:9", KEY))
+    assert granted[0] == 3.0
+    assert 5.0 < granted[1] <= 6.8
 
 
 def test_a_tokenizer_that_is_nowhere_is_named_with_what_helps(tokenizer_folder: Path, monkeypatch):

@@ -174,6 +174,19 @@ def test_what_is_spent_is_counted_over_processes_and_binds(tmp_path: Path) -> No
         served.check()
 
 
+@pytest.mark.parametrize(("gpus", "budget"), [(0, Budget(9.0, 1.0)), (1, Budget(1 / 60, 9000.0))])
+def test_a_budget_stops_at_the_first_tenth_of_a_millisecond_over_it(tmp_path: Path, gpus: int, budget: Budget) -> None:
+    """600 times 0.1 s are a minute, exactly, whatever their float sum is; what is written has four decimals."""
+    path = tmp_path / "timings.jsonl"
+    path.write_text('{"phase": "train", "what": "spent", "variant": "", "seconds": 0.1}\n' * 600)
+    account = Account(Timings(path), budget)
+    account.gpus = gpus
+    account.check()
+    Timings(path).append("train", what="spent", variant="", seconds=0.0001)
+    with pytest.raises(BudgetSpentError):
+        account.check()
+
+
 @pytest.mark.usefixtures("lean")
 def test_a_spent_budget_stops_between_steps_and_a_resume_goes_on(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
     scripted(ScriptedService())

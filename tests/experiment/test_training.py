@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from paritygate.agent.seeds import derive
+from paritygate.backend import ServiceDown
+from paritygate.backend.guard import billing
 from paritygate.errors import BackendError, GateStopped
 from paritygate.experiment.run.journal import read_lines
 from paritygate.receipts import PhaseChain
@@ -110,6 +112,34 @@ def test_a_diverging_advantage_stops_training(run_spec: Any, scripted: Any, audi
     deviations = read_lines(tmp_path / "run" / "deviations.jsonl")
     assert [line["kind"] for line in deviations if line["phase"] == "train"] == ["divergence"]
     audited(tmp_path / "run")
+
+
+def test_a_bill_in_the_middle_of_judging_is_nobodys_bad_judgement(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+    """402 at the judge's third call of a phase: one sentence at once (exit 5), no second try, no missing item."""
+    service = scripted(ScriptedService())
+    run_spec(brief(), until="activation_pilot")
+    sentence = r"a matter of billing \(HTTP 402: no funds\); settle it .* --resume"
+    for phase, calls in (("train", 3), ("evaluate", 3)):
+        asked: list[int] = []
+
+        def unpaid(seed: int, calls: int = calls, asked: list[int] = asked) -> None:
+            asked.append(seed)
+            if len(asked) >= calls:
+                raise billing(service.endpoint, "no funds")
+
+        service.script.judge_says = unpaid
+        with pytest.raises(ServiceDown, match=sentence) as stopped:
+            run_spec(brief(), resume=True, until=phase)
+        assert stopped.value.exit_code == 5
+        assert len(asked) >= calls
+        assert phase not in PhaseChain(tmp_path / "run").completed
+        service.script.judge_says = lambda seed: None
+        run_spec(brief(), resume=True, until=phase)
+        paths = sorted((tmp_path / "run" / "trajectories").glob(f"{phase}*.jsonl"))
+        answers = [len(line["judge_answers"]) for path in paths for line in read_lines(path)]
+        assert answers
+        assert set(answers) == {1}
+        assert not list((tmp_path / "run" / "units").glob("evaluate-missed-*"))
 
 
 def test_an_item_without_a_judgement_leaves_the_evaluation_resumable(

@@ -1,6 +1,7 @@
 """First contact: what a run needs of a service, asked within seconds and before anything long is begun."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,8 @@ from paritygate.backend.guard import in_daemon_thread, probe
 from paritygate.backend.tokenizers import NoTokenizer, load_tokenizer
 from paritygate.errors import BackendError
 
-SECONDS = 8.0  # the probe and the capabilities together
+SECONDS = 7.0  # the probe and the capabilities together; with the imports before them, within ten
+TRY_SECONDS = 3.0  # one of the probe's two tries
 HUB_SECONDS = 60.0  # for a tokenizer, which may be downloaded
 
 
@@ -50,8 +52,9 @@ async def first_contact(needs: Sequence[Need], base_url: str, api_key: str | Non
     credential = Credential(base_url, api_key)
     token = await credential.token()
     reach_without_proxy(base_url)
-    await probe(base_url, token)
-    served = await _capabilities(base_url, token)
+    began = time.monotonic()
+    await probe(base_url, token, seconds=TRY_SECONDS)
+    served = await _capabilities(base_url, token, began + SECONDS - time.monotonic())
     for need in needs:
         _require(base_url, need, served)
     tokenizers = {need.model: await _tokenizer(need, local=local_host(base_url) is not None) for need in needs}
@@ -59,10 +62,10 @@ async def first_contact(needs: Sequence[Need], base_url: str, api_key: str | Non
     return Contact(base_url, tuple(served), lengths, tokenizers)
 
 
-async def _capabilities(base_url: str, token: str) -> dict[str, dict[str, Any]]:
+async def _capabilities(base_url: str, token: str, seconds: float) -> dict[str, dict[str, Any]]:
     url = f"{base_url.rstrip('/')}/api/v1/get_server_capabilities"
     try:
-        async with asyncio.timeout(SECONDS), httpx.AsyncClient(timeout=SECONDS) as client:
+        async with asyncio.timeout(seconds), httpx.AsyncClient(timeout=seconds) as client:
             response = await client.get(url, headers={"X-API-Key": token})
             response.raise_for_status()
             return {str(m["model_name"]): m for m in response.json()["supported_models"] if m.get("model_name")}

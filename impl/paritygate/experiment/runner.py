@@ -133,7 +133,6 @@ def check_inputs(exp: Experiment, options: Options, directory: Path, *, served: 
 
 async def meet_service(exp: Experiment) -> None:
     """First contact, in seconds, before parity is shown: key, address, models and their uses, tokenizers (exit 5)."""
-    from paritygate.agent import renderer
     from paritygate.backend import contact
 
     needs = [contact.Need("base model", exp.base_model, trained=True)]
@@ -141,6 +140,8 @@ async def meet_service(exp: Experiment) -> None:
         if partner.kind == "model" and partner.model is not None:
             needs.append(contact.Need(role, partner.model))
     met = await contact.first_contact(needs, os.environ["TINKER_BASE_URL"])
+    from paritygate.agent import renderer  # after the address: its imports take a while
+
     for need in needs:  # harmony's vocabulary is asked for by its renderer
         tokenizer = met.tokenizers[need.model]
         if tokenizer is not None:

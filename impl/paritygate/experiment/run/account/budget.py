@@ -1,5 +1,6 @@
 """The budget binds the run, over kills and resumes: what was spent is on the disk, and is looked at between steps."""
 
+import math
 import time
 from collections import Counter
 
@@ -61,10 +62,10 @@ class Account:
     def seconds(self, phase: str | None = None, *, fallbacks: bool = False) -> float:
         """Seconds spent so far, of one phase or of all; of the pilots of fallbacks alone where that is asked."""
         entries = [entry for entry in self._timings.entries(phase) if entry.get("what") == SPENT]
-        return sum(entry["seconds"] for entry in entries if entry["variant"] or not fallbacks)
+        return round(math.fsum(entry["seconds"] for entry in entries if entry["variant"] or not fallbacks), 4)
 
     def exceeded(self) -> str | None:
-        """What of the budget is spent, in words; None while something is left."""
+        """What was spent beyond the budget, in words; None up to exactly all of it, as for the projection."""
         minutes = self.seconds() / 60
         hours = self.gpus * minutes / 60
         if minutes > self.grants * self._budget.max_wall_minutes:
@@ -74,7 +75,7 @@ class Account:
         return None
 
     def check(self) -> None:
-        """Raise BudgetSpentError (exit 4) where nothing is left."""
+        """Raise BudgetSpentError (exit 4) where more than all of it is spent."""
         exceeded = self.exceeded()
         if exceeded is not None:
             raise BudgetSpentError(
