@@ -114,40 +114,40 @@ def test_a_diverging_advantage_stops_training(run_spec: Any, scripted: Any, audi
     audited(tmp_path / "run")
 
 
-def test_a_bill_in_the_middle_of_judging_is_nobodys_bad_judgement(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
-    """402 at the judge's third call of a phase: one sentence at once (exit 5), no second try, no missing item."""
-    service = scripted(ScriptedService())
-    run_spec(brief(), until="activation_pilot")
+def stopped_by_a_bill(run_spec: Any, service: ScriptedService, run: Path, phase: str, call: int, episodes: int) -> None:
+    """402 from this call of the judge on: a sentence at once (exit 5), no episode judged twice, no missing item."""
+    asked: list[int] = []
+
+    def unpaid(seed: int) -> None:
+        asked.append(seed)
+        if len(asked) >= call:
+            raise billing(service.endpoint, "no funds")
+
+    service.script.judge_says = unpaid
     sentence = r"a matter of billing \(HTTP 402: no funds\); settle it .* --resume"
-    for phase, calls in (("train", 3), ("evaluate", 3)):
-        asked: list[int] = []
-
-        def unpaid(seed: int, calls: int = calls, asked: list[int] = asked) -> None:
-            asked.append(seed)
-            if len(asked) >= calls:
-                raise billing(service.endpoint, "no funds")
-
-        service.script.judge_says = unpaid
-        with pytest.raises(ServiceDown, match=sentence) as stopped:
-            run_spec(brief(), resume=True, until=phase)
-        assert stopped.value.exit_code == 5
-        assert len(asked) >= calls
-        assert phase not in PhaseChain(tmp_path / "run").completed
-        service.script.judge_says = lambda seed: None
+    with pytest.raises(ServiceDown, match=sentence) as stopped:
         run_spec(brief(), resume=True, until=phase)
-        paths = sorted((tmp_path / "run" / "trajectories").glob(f"{phase}*.jsonl"))
-        answers = [len(line["judge_answers"]) for path in paths for line in read_lines(path)]
-        assert answers
-        assert set(answers) == {1}
-        assert not list((tmp_path / "run" / "units").glob("evaluate-missed-*"))
+    assert stopped.value.exit_code == 5
+    assert call <= len(asked) <= episodes
+    assert phase not in PhaseChain(run).completed
+    assert not list((run / "units").glob("evaluate-missed-*"))
+    service.script.judge_says = lambda seed: None
 
 
 def test_an_item_without_a_judgement_leaves_the_evaluation_resumable(
     run_spec: Any, scripted: Any, audited: Any, tmp_path: Path
 ) -> None:
-    """Exit 5; a resume tries the missing items alone, with other seeds; the result is then as final as any."""
+    """Exit 5; a resume tries the missing items alone, with other seeds; the result is then as final as any.
+
+    A bill that is not paid, at the judge alone, in training or here, is no judgement that is missing.
+    """
     service = scripted(ScriptedService())
-    run_spec(brief(), until="train")
+    run_spec(brief(), until="activation_pilot")
+    stopped_by_a_bill(run_spec, service, tmp_path / "run", "train", call=3, episodes=8)
+    run_spec(brief(), resume=True, until="train")
+    paths = (tmp_path / "run" / "trajectories").glob("train-*.jsonl")
+    assert {len(line["judge_answers"]) for path in paths for line in read_lines(path)} == {1}
+    stopped_by_a_bill(run_spec, service, tmp_path / "run", "evaluate", call=1, episodes=4)
     lost = {derive(0, "judge", "test", 1, 0, derive(0, "evaluate", 1, 0, a), t) for a in range(3) for t in range(3)}
     service.script.judge_says = lambda seed: "five stars" if seed in lost else None
     before = len(service.samples)
