@@ -6,6 +6,8 @@ tail, `p log(p/q)` of nearly equal rows, `log(p/q) - KL` between logits of +-655
 """
 
 import math
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +24,22 @@ def exp(x: Array) -> Array:
         return np.exp(x)
 
 
-def exact_sum(terms: Array) -> float:
-    """Their sum, rounded once: two terms that cancel leave no residue of a third. Infinities add as IEEE 754 says."""
+def exact_sum(terms: Array | Sequence[float], count: int = 1) -> float:
+    """Their sum over `count`: two terms that cancel leave no residue of a third, and no partial sum is too large.
+
+    A result beyond float64 is infinite. Infinities add as IEEE 754 says.
+    """
     values = [float(term) for term in terms]
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    if not all(map(math.isfinite, values)):
+        return sum(value for value in values if not math.isfinite(value))
+    try:
+        return math.fsum(values) / count
+    except OverflowError:
+        exact = sum(map(Fraction, values), Fraction(0)) / count
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
 
 
 def log_softmax(logits: ArrayLike, place: str = "row") -> Array:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from ._distributions import exact_sum
+
 
 def three_level_mean(values: Sequence[Sequence[Sequence[float]]]) -> float:
     """Mean over episodes of the mean over actions of the mean over tokens of `values[episode][action][token]`.
@@ -12,14 +14,14 @@ def three_level_mean(values: Sequence[Sequence[Sequence[float]]]) -> float:
     """
     if len(values) == 0:
         raise ValueError("three_level_mean: the batch has no episode")
-    total = 0.0
+    means = list[float]()
     for e, episode in enumerate(values):
         if len(episode) == 0:
             raise ValueError(f"three_level_mean: episode {e} has no action")
-        episode_total = 0.0
+        action_means = list[float]()
         for a, action in enumerate(episode):
             if len(action) == 0:
                 raise ValueError(f"three_level_mean: episode {e}, action {a} has no token")
-            episode_total += sum(float(value) for value in action) / len(action)
-        total += episode_total / len(episode)
-    return total / len(values)
+            action_means.append(exact_sum(action, len(action)))
+        means.append(exact_sum(action_means, len(episode)))
+    return exact_sum(means, len(values))

@@ -79,7 +79,7 @@ def mean_kl(logprobs: Row, reference_logprobs: Row, mask: Mask, estimator: str =
     tokens = int(np.count_nonzero(np.asarray(mask)))
     if tokens == 0:
         raise ValueError("mean_kl: every position is masked; a mean of nothing does not exist")
-    return exact_sum(values) / tokens
+    return exact_sum(values, tokens)
 
 
 def _rows(name: str, logprobs: Row, reference_logprobs: Row, mask: Mask) -> tuple[Array, Array, NDArray[np.bool_]]:

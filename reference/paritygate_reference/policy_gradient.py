@@ -182,7 +182,7 @@ def dro_grad(logprobs: Row, sampler_logprobs: Row, advantages: Row, beta: float)
 
 def sequence_ratio(logprobs: Array, sampler_logprobs: Array, mask: NDArray[np.bool_]) -> float:
     """`s = exp(mean over mask 1 of (logprobs_t - sampler_logprobs_t))`: the geometric mean of the tokens' ratios."""
-    mean = exact_sum((logprobs - sampler_logprobs)[mask]) / np.count_nonzero(mask)
+    mean = exact_sum((logprobs - sampler_logprobs)[mask], int(np.count_nonzero(mask)))
     return float(exp(np.array(mean)))
 
 

@@ -50,7 +50,7 @@ def sequence_advantage(teacher_logprobs: Row, student_logprobs: Row, mask: Mask)
     q, pi, mask_T = _checks.masked_logprobs("sequence_advantage", teacher_logprobs, student_logprobs, mask)
     for t in np.flatnonzero(q == -math.inf):
         raise ValueError(f"sequence_advantage: the teacher logprob at position {t} is -inf and is not clipped here")
-    mean = _distributions.exact_sum(advantage(q, pi)) / max(int(mask_T.sum()), 1)
+    mean = _distributions.exact_sum(advantage(q, pi), max(int(mask_T.sum()), 1))
     return np.where(mask_T, mean, 0.0)
 
 

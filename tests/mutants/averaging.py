@@ -48,7 +48,7 @@ MUTANTS = (
         "products and sum in the half precision of the input",
         "averaging/value",
         "losses/averaging.py",
-        "(values.double() * weights).sum()",
+        "total(values.double() * weights)",
         "(values * weights.to(values.dtype)).sum()",
     ),
 )
@@ -59,7 +59,7 @@ HARMLESS = (
         "the same sum written the other way round",
         "averaging",
         "losses/averaging.py",
-        "(values.double() * weights).sum()",
-        "(weights * values.double()).sum()",
+        "total(values.double() * weights)",
+        "total(weights * values.double())",
     ),
 )

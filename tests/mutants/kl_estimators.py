@@ -33,7 +33,7 @@ MUTANTS = (
         "exp(d) - 1 - d of nearly equal policies: no digit is left",
         "kl_estimators/near_equal",
         FILE,
-        "return torch.where(d.abs() < SERIES, series, torch.expm1(d) - d)",
+        "return torch.where(near, series, torch.expm1(d) - d)",
         "return d.exp() - 1 - d",
     ),
     Mutant(
@@ -41,8 +41,8 @@ MUTANTS = (
         "k3 backpropagated as a reverse KL",
         "kl_estimators/expected_gradient",
         FILE,
-        "    trained = log_r.square() / 2.0\n",
-        "    trained = _excess(log_r)\n",
+        'cast("Tensor", _Surrogate.apply(log_r))',
+        "_excess(log_r)",
     ),
     Mutant(
         "k1-halved",
@@ -65,8 +65,8 @@ MUTANTS = (
         "the metric divided by all positions",
         "kl_estimators/mean",
         FILE,
-        ".sum() / used.sum())",
-        ".sum() / used.numel())",
+        ", over=used.sum())",
+        ", over=used.numel())",
     ),
     Mutant(
         "reference-policy-differentiated",

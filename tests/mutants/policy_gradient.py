@@ -8,7 +8,7 @@ MUTANTS = (
         "each sequence divided by its number of positions (SkyRL's jax backend)",
         "policy_gradient/value",
         "losses/policy_gradient.py",
-        "return -(_ratio(new, old, weight) * weight).sum()",
+        "return -total(_ratio(new, old, weight) * weight)",
         "return -(_ratio(new, old, weight) * weight).mean(-1).sum()",
     ),
     Mutant(
@@ -32,7 +32,7 @@ MUTANTS = (
         "the log-ratio itself backpropagated: no signal of the advantage",
         "policy_gradient/gradient",
         "losses/policy_gradient.py",
-        "return -(_ratio(new, old, weight) * weight).sum()",
+        "return -total(_ratio(new, old, weight) * weight)",
         "kl = torch.where(weight == 0, 0.0, new.double() - old)\n"
         "    return (-(_ratio(new, old, weight) * weight).detach() + kl - kl.detach()).sum()",
     ),
@@ -146,16 +146,16 @@ MUTANTS = (
         "a token outside of the interval loses its gradient, as in PPO",
         "policy_gradient/cispo_gradient",
         "losses/policy_gradient.py",
-        "    slope = _ratio(new.detach(), old, weight).clamp(*bounds) * weight",
-        "    r = _ratio(new.detach(), old, weight)\n    slope = torch.where(r == r.clamp(*bounds), r, 0.0) * weight",
+        "    clipped = _ratio(new.detach(), old, weight).clamp(*bounds)",
+        "    r = _ratio(new.detach(), old, weight)\n    clipped = torch.where(r == r.clamp(*bounds), r, 0.0)",
     ),
     Mutant(
         "cispo-value-without-logprob",
         "the value of importance sampling: clip(r) A",
         "policy_gradient/cispo_value",
         "losses/policy_gradient.py",
-        "Objective(slope * torch.where(weight == 0, 0.0, new.detach().double()), slope)",
-        "Objective(slope, slope)",
+        "Objective(clipped * log_p * weight, clipped * weight)",
+        "Objective(clipped * weight, clipped * weight)",
     ),
     Mutant(
         "cispo-older-default",
@@ -170,8 +170,8 @@ MUTANTS = (
         "only the upper bound clips (TRL, Liger)",
         "policy_gradient/cispo_value",
         "losses/policy_gradient.py",
-        "    slope = _ratio(new.detach(), old, weight).clamp(*bounds) * weight",
-        "    slope = _ratio(new.detach(), old, weight).clamp(max=bounds[1]) * weight",
+        "    clipped = _ratio(new.detach(), old, weight).clamp(*bounds)",
+        "    clipped = _ratio(new.detach(), old, weight).clamp(max=bounds[1])",
     ),
     Mutant(
         "dro-whole-beta",
@@ -210,7 +210,7 @@ MUTANTS = (
         "the mean of the ratios instead of the ratio of the mean",
         "policy_gradient/gspo_value",
         "losses/policy_gradient.py",
-        "    s = (log_r.sum(-1, keepdim=True) / tokens.clamp(min=1)).exp()",
+        "    s = total(log_r, -1, tokens.clamp(min=1)).exp()",
         "    s = (torch.where(mask, log_r.exp(), 0.0).sum(-1, keepdim=True) / tokens.clamp(min=1))",
     ),
     Mutant(
@@ -218,8 +218,8 @@ MUTANTS = (
         "the product of the ratios, not their geometric mean",
         "policy_gradient/gspo_value",
         "losses/policy_gradient.py",
-        " / tokens.clamp(min=1)).exp()",
-        ").exp()",
+        "total(log_r, -1, tokens.clamp(min=1)).exp()",
+        "total(log_r, -1).exp()",
     ),
     Mutant(
         "gspo-mask-ignored",
@@ -234,7 +234,7 @@ MUTANTS = (
         "one ratio for the whole batch",
         "policy_gradient/gspo_value",
         "losses/policy_gradient.py",
-        "    s = (log_r.sum(-1, keepdim=True) / tokens.clamp(min=1)).exp()",
+        "    s = total(log_r, -1, tokens.clamp(min=1)).exp()",
         "    s = (log_r.sum() / tokens.sum().clamp(min=1)).exp()",
     ),
     Mutant(
@@ -291,7 +291,7 @@ MUTANTS = (
         "the mean over positions instead of the sum",
         "policy_gradient/gspo_value",
         "losses/policy_gradient.py",
-        "(0.0 - objective.value.sum())",
+        "(0.0 - total(objective.value))",
         "(0.0 - objective.value.mean())",
     ),
     Mutant(
@@ -326,7 +326,7 @@ HARMLESS = (
         "the minus inside the sum",
         "policy_gradient",
         "losses/policy_gradient.py",
-        "return -(_ratio(new, old, weight) * weight).sum()",
-        "return (-_ratio(new, old, weight) * weight).sum()",
+        "return -total(_ratio(new, old, weight) * weight)",
+        "return total(-_ratio(new, old, weight) * weight)",
     ),
 )

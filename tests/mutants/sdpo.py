@@ -84,8 +84,8 @@ MUTANTS = (
         "the sequence mean divided by the padded length",
         "sdpo/sequence_advantage",
         "losses/sdpo/advantages.py",
-        "/ token_mask.sum(-1, keepdim=True).clamp(min=1)",
-        "/ token_mask.shape[-1]",
+        "total(difference, -1, token_mask.sum(-1, keepdim=True).clamp(min=1))",
+        "total(difference, -1, token_mask.shape[-1])",
     ),
     Mutant(
         "sequence-not-masked",
@@ -181,8 +181,8 @@ MUTANTS = (
         "clipped before the sequence mean",
         "sdpo/sequence_advantage",
         "losses/sdpo/advantages.py",
-        "mean = difference.sum(-1, keepdim=True)",
-        "mean = difference.clamp(-5.0, 5.0).sum(-1, keepdim=True)",
+        "mean = total(difference, -1, ",
+        "mean = total(difference.clamp(-5.0, 5.0), -1, ",
     ),
     Mutant(
         "ema-in-place",

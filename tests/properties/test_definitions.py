@@ -12,16 +12,18 @@ import pytest
 import torch
 
 from paritygate import losses as implementation
-from paritygate.losses import averaging, grpo, policy_gradient, sdpo, spod
+from paritygate.losses import averaging, grpo, kl_estimators, policy_gradient, sdpo, spod
 from paritygate_reference import _distributions
 from paritygate_reference import averaging as averaging_reference
 from paritygate_reference import grpo as grpo_reference
+from paritygate_reference import kl_estimators as kl_estimators_reference
 from paritygate_reference import policy_gradient as policy_gradient_reference
 from paritygate_reference import sdpo as sdpo_reference
 from paritygate_reference import spod as spod_reference
 
 LN2, LN3 = 0.6931471805599453, 1.0986122886681098
 GRPO = pytest.mark.parametrize("module", [grpo_reference, grpo], ids=["reference", "implementation"])
+KL = pytest.mark.parametrize("module", [kl_estimators_reference, kl_estimators], ids=["reference", "implementation"])
 POLICY = pytest.mark.parametrize(
     "module", [policy_gradient_reference, policy_gradient], ids=["reference", "implementation"]
 )
@@ -218,3 +220,83 @@ def test_three_level_mean() -> None:
         torch.tensor([1.0, 2.0, 3.0, 10.0]).double(), torch.tensor([0, 0, 1, 2]), torch.tensor([0, 0, 1])
     )
     close(float(flat), 6.125)
+
+
+H = 1e308
+
+
+@POLICY
+@pytest.mark.parametrize(
+    ("loss", "logprobs", "sampler", "advantages", "options", "expected"),
+    [
+        ("importance_sampling_loss", [-1.0] * 3, [-1.0] * 3, [H, H, -H], (), -H),
+        ("ppo_loss", [-1.0] * 3, [-1.0] * 3, [H, H, -H], (), -H),
+        ("cispo_loss", [-1.0] * 3, [-1.0] * 3, [H, H, -H], (), H),
+        ("cispo_loss", [0.0] * 3, [-2.0] * 3, [H] * 3, (), 0.0),  # 4 A is infinite, 4 A log 1 is not
+        ("dro_loss", [-1.0] * 3, [-1.0] * 3, [H, H, -H], (0.5,), H),
+        ("gspo_loss", [-1.0] * 3, [-1.0] * 3, [H, H, -H], ([1, 1, 1], 0.8, 1.2), -H),
+        ("gspo_loss", [-H, -H, 0.0], [0.0, 0.0, -H], [1.0] * 3, ([1, 1, 1], 0.8, 1.2), 0.0),  # the ratio is exp(-H/3)
+        ("gspo_loss", [H, H, -H, -H], [0.0] * 4, [1.0] * 4, ([1] * 4, 0.8, 1.2), -4.0),  # and here 1
+        ("importance_sampling_loss", [-1.0] * 3, [-1.0] * 3, [H, H, H], (), -math.inf),
+        ("importance_sampling_loss", [0.0] * 4, [-800.0, 0.0, 0.0, 0.0], [1.0, -H, -H, -H], (), -math.inf),
+    ],
+)
+def test_a_policy_gradient_loss_is_finite_where_its_sum_is(
+    module: ModuleType,
+    loss: str,
+    logprobs: list[float],
+    sampler: list[float],
+    advantages: list[float],
+    options: tuple[Any, ...],
+    expected: float,
+) -> None:
+    rest = given(module, *options[:1]) if loss == "gspo_loss" else list(options)
+    rows = given(module, logprobs, sampler, advantages)
+    with np.errstate(over="ignore"):
+        close(getattr(module, loss)(*rows, *rest, *options[1:]), expected)
+
+
+@KL
+@pytest.mark.parametrize(
+    ("log_r", "estimator", "expected"),
+    [
+        ([H, H, -H], "k1", -H / 3.0),
+        ([-H, -H, -H], "k1", H),
+        ([-H, -H, -H], "k3", H),
+        ([1e154, 1e154, 1e154], "k2", 5e307),
+    ],
+)
+def test_a_mean_kl_is_finite_where_its_mean_is(
+    module: ModuleType, log_r: list[float], estimator: str, expected: float
+) -> None:
+    p, q, mask = given(module, [0.0] * 3, log_r, [1] * 3)
+    close(module.mean_kl(p, q, mask, estimator), expected)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [
+        (kl_estimators.k2, math.inf, H),
+        (kl_estimators.k3, H, 1.0),  # 1 - q/p, where q/p is exp(-H)
+        (kl_estimators.surrogate, H, H),
+    ],
+)
+def test_a_gradient_of_a_kl_estimator_is_finite_where_its_value_is(
+    estimator: Any, value: float, gradient: float
+) -> None:
+    p = torch.tensor([H], dtype=torch.float64, requires_grad=True)
+    actual = estimator(p, torch.zeros_like(p))
+    close(actual.detach(), [value])
+    close(torch.autograd.grad(actual.sum(), p)[0], [gradient])
+
+
+@SDPO
+def test_a_sequence_advantage_is_finite_where_its_mean_is(module: ModuleType) -> None:
+    teacher, zero, mask = given(module, [-H, -H, H], [0.0] * 3, [1, 1, 1])
+    close(module.sequence_advantage(teacher, zero, mask), [-H / 3.0] * 3)
+
+
+def test_a_three_level_mean_is_finite_where_its_value_is() -> None:
+    close(averaging_reference.three_level_mean([[[H, H, -H]], [[H]]]), H / 1.5)
+    values = torch.tensor([H, H, -H, H], dtype=torch.float64)
+    close(averaging.three_level_mean(values, torch.tensor([0, 0, 0, 1]), torch.tensor([0, 1])), H / 1.5)

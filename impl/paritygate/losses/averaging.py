@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .checks import result_dtype
+from .numerics import total
 
 
 def three_level_mean(values: Tensor, action_index: Tensor, episode_index: Tensor) -> Tensor:
@@ -18,7 +19,7 @@ def three_level_mean(values: Tensor, action_index: Tensor, episode_index: Tensor
         raise ValueError(f"three_level_mean: values have shape {tuple(values.shape)}; (N,) is expected")
     check_levels(action_index, episode_index, values.shape[0], None)
     weights = token_weights(action_index, episode_index, episode_count(episode_index))
-    return (values.double() * weights).sum().to(result_dtype(values))
+    return total(values.double() * weights).to(result_dtype(values))
 
 
 def token_weights(action_index: Tensor, episode_index: Tensor, episodes: int | Tensor) -> Tensor:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import refuse_where
-
-HUGE = 2.0**900
+from .numerics import HUGE
 
 
 def group_mean_advantage(rewards: Tensor | Sequence[float]) -> Tensor:

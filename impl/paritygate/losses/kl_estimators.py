@@ -8,10 +8,13 @@ Obligations: kl_estimators/value, kl_estimators/gradient, kl_estimators/constant
 kl_estimators/expected_gradient, kl_estimators/k3_is_no_reverse_kl, kl_estimators/near_equal.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
 from .checks import as_float, as_mask, refuse_where, result_dtype, same_shape
+from .numerics import total
 
 SERIES = 0.02  # below this log ratio exp(d) - 1 - d is taken from its series
 
@@ -25,7 +28,7 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor | None = None,
 def k2(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor | None = None, *, validate: bool = True) -> Tensor:
     """`(log p - log q)^2 / 2`, (..., T) nats. ValueError as `k3`."""
     log_r, used, dtype = _log_ratio("k2", logprobs, reference_logprobs, mask, validate)
-    return torch.where(used, log_r.square() / 2.0, 0.0).to(dtype)
+    return torch.where(used, log_r / 2.0 * log_r, 0.0).to(dtype)
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor | None = None, *, validate: bool = True) -> Tensor:
@@ -42,8 +45,7 @@ def surrogate(
 ) -> Tensor:
     """k3's value with k2's gradient, (..., T): its expected gradient is that of KL(p || q). ValueError as `k3`."""
     log_r, used, dtype = _log_ratio("surrogate", logprobs, reference_logprobs, mask, validate)
-    trained = log_r.square() / 2.0
-    return torch.where(used, _excess(log_r.detach()) + (trained - trained.detach()), 0.0).to(dtype)
+    return torch.where(used, cast("Tensor", _Surrogate.apply(log_r)), 0.0).to(dtype)
 
 
 def mean_kl(
@@ -59,14 +61,30 @@ def mean_kl(
     log_r, used, dtype = _log_ratio("mean_kl", logprobs.detach(), reference_logprobs, mask, validate)
     if validate and not bool(used.any()):
         raise ValueError("mean_kl: every position is masked; a mean of nothing does not exist")
-    values = {"k1": -log_r, "k2": log_r.square() / 2.0, "k3": _excess(log_r)}[estimator]
-    return (torch.where(used, values, 0.0).sum() / used.sum()).to(dtype)
+    values = {"k1": -log_r, "k2": log_r / 2.0 * log_r, "k3": _excess(log_r)}[estimator]
+    return total(torch.where(used, values, 0.0), over=used.sum()).to(dtype)
+
+
+class _Surrogate(torch.autograd.Function):
+    """k3 of a log ratio, whose backward is k2's: no value of k2 is made, which may be infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, log_r: Tensor) -> Tensor:
+        ctx.save_for_backward(log_r)
+        return _excess(log_r)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (log_r,) = ctx.saved_tensors
+        return log_r * upstream[0]
 
 
 def _excess(d: Tensor) -> Tensor:
     """`exp(d) - 1 - d`, which cancels near 0: there by its series."""
-    series = d * d / 2 * (1 + d / 3 * (1 + d / 4 * (1 + d / 5 * (1 + d / 6 * (1 + d / 7)))))
-    return torch.where(d.abs() < SERIES, series, torch.expm1(d) - d)
+    near = d.abs() < SERIES
+    e = torch.where(near, d, 0.0)  # where it is not used, a series that overflows has a gradient of NaN
+    series = e * e / 2 * (1 + e / 3 * (1 + e / 4 * (1 + e / 5 * (1 + e / 6 * (1 + e / 7)))))
+    return torch.where(near, series, torch.expm1(d) - d)
 
 
 def _log_ratio(

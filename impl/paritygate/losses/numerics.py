@@ -1,4 +1,4 @@
-"""Divergences between rows of log-probabilities, in float64, exact where entries are -inf or nearly equal."""
+"""Sums, and divergences between rows of log-probabilities: float64, exact for -inf, nearly equal and huge entries."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 21  # entries of a (rows, V) block held in float64 at once: 16 MiB
+HUGE = 2.0**900  # numbers below it can be added up, however many
 
 
 def chunk_rows(logits: Tensor) -> Iterator[tuple[int, int]]:
@@ -13,6 +14,21 @@ def chunk_rows(logits: Tensor) -> Iterator[tuple[int, int]]:
     rows = max(1, CHUNK // max(1, logits.shape[1]))
     for start in range(0, logits.shape[0], rows):
         yield start, min(start + rows, logits.shape[0])
+
+
+def total(terms: Tensor, dim: int | None = None, over: Tensor | float = 1.0) -> Tensor:
+    """The sum of float64 `terms`, all or along `dim` (kept), divided by `over`; finite wherever its value is.
+
+    Terms so large that a partial sum may be infinite are added times a power of two.
+    """
+    size = terms.numel() if dim is None else terms.shape[dim]
+    if size == 0:
+        return (terms.sum() if dim is None else terms.sum(dim, keepdim=True)) / over
+    largest = terms.detach().abs()
+    largest = largest.max() if dim is None else largest.amax(dim, keepdim=True)
+    scale = torch.ones_like(largest).masked_fill(largest > HUGE, 2.0 ** -(size.bit_length() + 1))
+    scaled = terms * scale
+    return (scaled.sum() if dim is None else scaled.sum(dim, keepdim=True)) / over / scale
 
 
 def log_softmax(logits: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .checks import as_float, as_mask, refuse_where, result_dtype, same_shape
+from .numerics import total
 
 PPO_BOUNDS = (0.8, 1.2)  # the documented defaults, as ratios; gspo's bounds and dro's beta have none
 CISPO_BOUNDS = (0.0, 4.0)
@@ -28,7 +29,7 @@ def importance_sampling_loss(
     Obligations: policy_gradient/value, policy_gradient/gradient, policy_gradient/constants.
     """
     new, old, weight = _checked("importance_sampling_loss", logprobs, sampler_logprobs, advantages, validate)
-    return -(_ratio(new, old, weight) * weight).sum().to(result_dtype(new))
+    return -total(_ratio(new, old, weight) * weight).to(result_dtype(new))
 
 
 def importance_sampling_grad(
@@ -205,7 +206,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, new: Tensor, objective: Objective) -> Tensor:
         ctx.slope, ctx.dtype = objective.slope, new.dtype
-        return (0.0 - objective.value.sum()).to(result_dtype(new))
+        return (0.0 - total(objective.value)).to(result_dtype(new))
 
     @staticmethod
     @once_differentiable
@@ -234,8 +235,9 @@ def _cispo(
 ) -> tuple[Tensor, Objective]:
     new, old, weight = _checked("cispo_loss", logprobs, sampler_logprobs, advantages, validate, finite=True)
     _check_bounds("cispo_loss", bounds)
-    slope = _ratio(new.detach(), old, weight).clamp(*bounds) * weight
-    return new, Objective(slope * torch.where(weight == 0, 0.0, new.detach().double()), slope)
+    clipped = _ratio(new.detach(), old, weight).clamp(*bounds)
+    log_p = torch.where(weight == 0, 0.0, new.detach().double())
+    return new, Objective(clipped * log_p * weight, clipped * weight)
 
 
 def _dro(
@@ -267,7 +269,7 @@ def _gspo(
     new, old, weight = _checked("gspo_loss", new, sampler_logprobs, advantages, validate, finite=True, also=mask)
     tokens = mask.sum(-1, keepdim=True)
     log_r = torch.where(mask, new.detach().double() - old, 0.0)
-    s = (log_r.sum(-1, keepdim=True) / tokens.clamp(min=1)).exp()
+    s = total(log_r, -1, tokens.clamp(min=1)).exp()
     return new, _clipped(s, torch.where(tokens == 0, 0.0, weight), bounds)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..checks import as_float, as_mask, refuse_where, result_dtype, same_shape
+from ..numerics import total
 
 Logprobs = Tensor | Sequence[float | None]
 
@@ -40,7 +41,7 @@ def sequence_advantage(teacher_logprobs: Logprobs, student_logprobs: Logprobs, m
         token_mask & (teacher == -math.inf), teacher, "sequence_advantage: the teacher logprob", "; it is not clipped"
     )
     difference = torch.where(token_mask, teacher.double() - student.double(), 0.0)
-    mean = difference.sum(-1, keepdim=True) / token_mask.sum(-1, keepdim=True).clamp(min=1)
+    mean = total(difference, -1, token_mask.sum(-1, keepdim=True).clamp(min=1))
     return torch.where(token_mask, mean, 0.0).to(result_dtype(teacher, student))
 
 
