@@ -128,6 +128,22 @@ def test_a_divergence_killed_before_its_receipt_is_not_forgotten(
     assert not (tmp_path / "run" / "verdict.json").exists()
 
 
+def test_a_loss_that_was_nan_killed_before_its_receipt_is_not_tried_again(
+    run_spec: Any, scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = scripted(ScriptedService())
+    run_spec(brief(), until="activation_pilot")
+    service.script.nan_at = (service.passes + 1, 0)
+    with monkeypatch.context() as dying:
+        dying.setattr("paritygate.experiment.runner._record_stop", kill)
+        with pytest.raises(KeyboardInterrupt):
+            run_spec(brief(), resume=True)
+    service.script.nan_at = None
+    with pytest.raises(GateStopped, match="stopped before the optimiser step"):
+        run_spec(brief(), resume=True)
+    assert not (tmp_path / "run" / "verdict.json").exists()
+
+
 def test_a_stop_killed_before_its_report_is_reported_by_the_resume(
     run_spec: Any, scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +159,7 @@ def test_a_stop_killed_before_its_report_is_reported_by_the_resume(
     assert (tmp_path / "run" / "receipt.json").is_file()
 
 
-def kill(_: Any) -> None:
+def kill(*_: Any) -> None:
     raise KeyboardInterrupt
 
 

@@ -13,12 +13,12 @@ from paritygate.experiment.run.account.cost import prices_of
 from paritygate.experiment.run.directory import choose_directory, make_directory, write_spec
 from paritygate.experiment.run.entry_points import find, require
 from paritygate.experiment.run.environment import load_source
-from paritygate.experiment.run.journal import finite
+from paritygate.experiment.run.journal import finite, read_lines
 from paritygate.experiment.run.options import Options
 from paritygate.experiment.run.outcome import Decided, PhaseStopped
 from paritygate.experiment.run.progress import Progress
 from paritygate.experiment.run.receipt import write_receipt, write_report
-from paritygate.experiment.run.state import State
+from paritygate.experiment.run.state import DEVIATIONS, State
 from paritygate.receipts import lock_run
 from paritygate.receipts.environment import require_device
 from paritygate.receipts.files import read_json
@@ -187,6 +187,7 @@ async def _take(state: State, phase: Phase, position: str) -> None:
     state.account.begin(phase.name)
     with state.progress.phase(phase.name, position), state.timings.measure(phase.name, what="phase"):
         try:
+            _refuse_again(state, phase)
             decided = await phase.load()(state)
         except GateStopped as stop:
             _record_stop(state, phase, stop)
@@ -200,6 +201,13 @@ async def _take(state: State, phase: Phase, position: str) -> None:
     state.chain.append(phase.name, _receipt("done", decided), list(decided.files))
     await state.delete_superfluous()
     state.progress.line(f"      {decided.what}")
+
+
+def _refuse_again(state: State, phase: Phase) -> None:
+    """GateStopped where a process recorded a loss that was not finite, and was killed before its receipt."""
+    for line in read_lines(state.directory / DEVIATIONS):
+        if (line["phase"], line["kind"]) == (phase.name, "not_finite"):
+            raise GateStopped(line["what"])
 
 
 def _receipt(outcome: str, decided: Decided) -> dict[str, Any]:
