@@ -168,7 +168,8 @@ def command(module: str) -> tuple[list[str], str]:
     Where PROVEN is known, that process refuses (exit 3) every source of ours that differs from it. The code that checks
     the first three files comes with the command, from this process, whose own sources have been checked.
     """
-    return [sys.executable, "-c", f"{_START}start({_IMPL!r}, {module!r}, {NOT_PROVEN!r})"], json.dumps(PROVEN) + "\n"
+    program = f"{_START}start({_IMPL!r}, {module!r}, {NOT_PROVEN!r})"
+    return [sys.executable, "-P", "-c", program], json.dumps(PROVEN) + "\n"  # -P: none of the working folder's modules
 
 
 _START = """

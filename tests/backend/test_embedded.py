@@ -204,13 +204,18 @@ asyncio.run(main())
     ],
 )
 def test_the_servers_process_loads_only_what_was_proven(tmp_path, edited):
-    """One more newline at the end of any file between the proof and the start, and the process refuses it by name."""
+    """One more newline at the end of any file between the proof and the start, and the process refuses it by name.
+
+    Of the working folder it imports nothing: what is read before our sources are checked, by the server, by uvicorn.
+    """
+    (tmp_path / "work").mkdir()
+    for name in ("hashlib", "uvicorn", "h11"):
+        (tmp_path / "work" / f"{name}.py").write_text("raise SystemExit(7)")
     shutil.copytree(ROOT / "impl", tmp_path / "impl", ignore=shutil.ignore_patterns("__pycache__"))
     arguments = [str(tmp_path), *filter(None, [edited])]
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "impl"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROVE, *arguments], capture_output=True, text=True, env=environment, check=False
-    )
+    command = [sys.executable, "-P", "-c", PROVE, *arguments]
+    done = subprocess.run(command, cwd=tmp_path / "work", capture_output=True, text=True, env=environment, check=False)
     if edited is None:
         assert done.stdout == "started\n", done.stderr
         return
