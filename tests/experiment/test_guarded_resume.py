@@ -78,7 +78,7 @@ def test_a_run_does_not_go_on_elsewhere_than_where_its_weights_are(
     with pytest.raises(BadInputError):
         run_spec(spec, resume=True)  # another spec already
     spec = brief()
-    monkeypatch.setattr("paritygate.experiment.runner.check_inputs", lambda *_, **__: None)
+    monkeypatch.setattr("paritygate.experiment.runner.check_inputs", lambda *_, **__: pytest.fail("it was asked for"))
     with pytest.raises(BadInputError, match=r"was begun with http://scripted, .* cannot go on at the embedded server"):
         run_spec(spec, resume=True)
 
@@ -86,12 +86,15 @@ def test_a_run_does_not_go_on_elsewhere_than_where_its_weights_are(
 def test_a_run_does_not_go_on_with_another_environment(
     run_spec: Any, scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Said before upstream's package is asked for, which would be installed for nothing."""
     scripted(ScriptedService())
     run_spec(brief(), until="design_check")
     assert PhaseChain(tmp_path / "run").record("spec_preflight")["facts"]["environment"] == "own"
-    monkeypatch.setattr("paritygate.experiment.runner.check_inputs", lambda *_, **__: None)
+    monkeypatch.setattr("paritygate.experiment.runner.check_inputs", lambda *_, **__: pytest.fail("it was asked for"))
     with pytest.raises(BadInputError, match="begun with --environment own: it cannot go on with upstream"):
         run_spec(brief(), resume=True, environment="upstream")
+    with pytest.raises(BadInputError, match=r"is a run of another spec than .*spec\.json differs"):
+        run_spec(brief(2, 3), resume=True)
 
 
 def test_a_cuda_device_is_refused_and_says_what_it_is_for(run_spec: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from paritygate.errors import BadInputError, GateStopped, Refused
 from paritygate.experiment.correctness.parity import is_full_run, refuse_another_service
 from paritygate.experiment.protocol import PHASES, Phase
 from paritygate.experiment.run.account.cost import prices_of
-from paritygate.experiment.run.directory import choose_directory, make_directory, write_spec
+from paritygate.experiment.run.directory import choose_directory, make_directory, refuse_another_spec, write_spec
 from paritygate.experiment.run.entry_points import find, require
 from paritygate.experiment.run.environment import load_source
 from paritygate.experiment.run.journal import finite, read_lines
@@ -19,7 +19,7 @@ from paritygate.experiment.run.outcome import Decided, PhaseStopped
 from paritygate.experiment.run.progress import Progress
 from paritygate.experiment.run.receipt import write_receipt, write_report
 from paritygate.experiment.run.state import DEVIATIONS, State
-from paritygate.receipts import lock_run
+from paritygate.receipts import PhaseChain, lock_run
 from paritygate.receipts.environment import require_device
 from paritygate.receipts.files import read_json
 from paritygate.spec.experiment import Experiment
@@ -75,6 +75,7 @@ def run_experiment(
     directory = choose_directory(exp, root, output, resume=resume)
     refuse_unresolved(exp)
     options = Options(root, device, Path(tau_bench) if tau_bench else None, trust_receipt, environment, prices)
+    refuse_another_run(exp, directory, environment)
     check_inputs(exp, options, directory, served=asks_the_service(phases, until))
     if asks_the_service(phases, until) and is_full_run():
         asyncio.run(meet_service(exp))
@@ -105,6 +106,23 @@ def refuse_unresolved(exp: Experiment) -> None:
             f"{exp.path} is unresolved: no revision is pinned at {', '.join(exp.unresolved)}; pin them (spec/sdpo.json "
             "shows how), a full run is refused until then."
         )
+
+
+def refuse_another_run(exp: Experiment, directory: Path, environment: str) -> None:
+    """BadInputError for what this run cannot go on with, before anything is asked for that it could not use.
+
+    That is another spec, another retail environment (its rewards would mix), or the embedded server instead of a
+    service and the other way round.
+    """
+    if not directory.is_dir():
+        return
+    refuse_another_spec(exp, directory)
+    chain = PhaseChain(directory)
+    facts = {name: chain.record(name).get("facts", {}) for name in chain.completed}
+    began = facts.get("spec_preflight", {}).get("environment", environment)
+    if began != environment:
+        raise BadInputError(f"{directory} was begun with --environment {began}: it cannot go on with {environment}.")
+    refuse_another_service(directory, facts.get("service_preflight", {}).get("endpoint"))
 
 
 def asks_the_service(phases: list[Phase], until: str | None) -> bool:
@@ -152,8 +170,6 @@ async def _walk(
     exp: Experiment, phases: list[Phase], directory: Path, options: Options, progress: Progress, until: str | None
 ) -> RunResult:
     state = State(exp, directory, options, progress)
-    refuse_another_service(state)
-    refuse_another_environment(state)
     try:
         for position, phase in enumerate(phases, start=1):
             done = state.record(phase.name)
@@ -168,15 +184,6 @@ async def _walk(
     finally:
         await state.close_service()
     return _finish(state, phases, until)
-
-
-def refuse_another_environment(state: State) -> None:
-    """BadInputError when a run goes on with another retail environment than it began with: its rewards would mix."""
-    began = state.facts("spec_preflight").get("environment", state.options.environment)
-    if began != state.options.environment:
-        raise BadInputError(
-            f"{state.directory} was begun with --environment {began}: it cannot go on with {state.options.environment}."
-        )
 
 
 async def _take(state: State, phase: Phase, position: str) -> None:

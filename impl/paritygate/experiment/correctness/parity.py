@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from pathlib import Path
 
 from paritygate.errors import BadInputError
 from paritygate.experiment.run.entry_points import guarded
@@ -53,17 +54,17 @@ async def show_parity_of_a_resumed_run(state: State) -> str | None:
     return (await show_parity(state)).sha256
 
 
-def refuse_another_service(state: State) -> None:
+def refuse_another_service(directory: Path, began: str | None) -> None:
     """BadInputError (exit 2) when a run that used the embedded server goes on at a service, or the other way round.
 
-    Its saved states lie where it began. A service may have moved to another address: that is not judged.
+    began: the endpoint that its service preflight recorded, None before. Its saved states lie there. A service may have
+    moved to another address: that is not judged.
     """
-    began = state.facts("service_preflight").get("endpoint")
     if began is None or (began == "embedded") != is_full_run():
         return
     here = os.environ.get("TINKER_BASE_URL") or "the embedded server"
     then = "the embedded server" if began == "embedded" else began
     raise BadInputError(
-        f"{state.directory} was begun with {then}, where its weights are saved, and cannot go on at {here}: "
+        f"{directory} was begun with {then}, where its weights are saved, and cannot go on at {here}: "
         + ("unset TINKER_BASE_URL." if began == "embedded" else f"set TINKER_BASE_URL={began}.")
     )

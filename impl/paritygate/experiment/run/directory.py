@@ -51,10 +51,16 @@ def latest_run(exp: Experiment, root: Path) -> Path:
     raise BadInputError(f"--resume: {root / 'runs'} holds no run of {exp.path}; name it with --output.")
 
 
+def refuse_another_spec(exp: Experiment, directory: Path) -> None:
+    """BadInputError when the directory holds a run of another spec."""
+    path = directory / "spec.json"
+    if path.is_file() and path.read_bytes() != canonical(dict(exp.frozen)):
+        raise BadInputError(f"{directory} is a run of another spec than {exp.path}: its spec.json differs.")
+
+
 def write_spec(exp: Experiment, directory: Path) -> None:
     """The frozen spec; BadInputError when the directory holds a run of another one."""
-    path, frozen = directory / "spec.json", canonical(dict(exp.frozen))
-    if path.is_file() and path.read_bytes() != frozen:
-        raise BadInputError(f"{directory} is a run of another spec than {exp.path}: its spec.json differs.")
+    refuse_another_spec(exp, directory)
+    path = directory / "spec.json"
     if not path.is_file():
-        write_atomic(path, frozen)
+        write_atomic(path, canonical(dict(exp.frozen)))
