@@ -83,6 +83,8 @@ def test_the_same_files_give_the_same_bytes(page: Page, run_dir: Path):
 def test_the_verdict_and_every_phase_are_said_in_words(page: Page, run_dir: Path):
     verdict = json.loads((run_dir / "verdict.json").read_bytes())
     assert verdict["why"].removeprefix("Inconclusive. ") in page.text
+    above, below = page.text.index("How much it shows, what was replaced and who graded"), page.text.index("criterion")
+    assert above < below  # the caveats are pointed at beside the verdict
     for row in verdict["criteria"]:
         assert f"[{row['low']:+.3f}, {row['high']:+.3f}]" in page.text
     for name in ("design_check", "activation_pilot", "train", "decide"):
