@@ -142,6 +142,40 @@ def one_step_less(run: Path) -> None:
     (run / "metrics.jsonl").write_bytes(b"".join(canonical(line) + b"\n" for line in lines[:-1]))
 
 
+def both_arms_a_step_less(run: Path) -> None:
+    """The last step of training gone from every arm, its metrics and its trajectories too."""
+    for path in (*run.glob("units/train-*/step-001.json"), *run.glob("trajectories/train-*-001.jsonl")):
+        path.unlink()
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    last = [(line["phase"], line["step"]) for line in map(json.loads, lines[-2:])]
+    assert last == [("train", 1)] * 2
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:-2]))
+
+
+def arms_exchanged(run: Path) -> None:
+    """Each arm under the other's name, in every file and in every file's name."""
+    for path in [*run.glob("units/*"), *run.glob("trajectories/*")]:
+        path.rename(path.with_name("new-" + exchanged(path.name)))
+    for path in [*run.glob("units/new-*"), *run.glob("trajectories/new-*")]:
+        path.rename(path.with_name(path.name.removeprefix("new-")))
+    for path in [
+        *run.rglob("units/*/*.json"),
+        *run.glob("trajectories/*"),
+        *run.glob("phases/*"),
+        *run.glob("*.jsonl"),
+    ]:
+        lines = [json.loads(exchanged(line)) for line in path.read_text("utf-8").splitlines()]
+        if path.name == "items.jsonl":
+            lines.sort(key=lambda line: line["arm"])
+        path.write_bytes(b"\n".join(map(canonical, lines)) + b"\n" * (path.suffix == ".jsonl"))
+        edit(path, lambda _: None)
+    facts("", said_better)(run)
+
+
+def exchanged(text: str) -> str:
+    return text.replace("sdpo_token", "?").replace("grpo", "sdpo_token").replace("?", "grpo")
+
+
 def said_better(line: Any) -> None:
     line["judgement"].update(ungrounded_claims=1.0, composite=None)
 
@@ -190,6 +224,8 @@ FORGERIES: dict[str, tuple[Forge, str]] = {
     ),
     "a sibling": (rollouts(lambda line: line["teacher"].update(sibling=1 - line["rollout"])), "another sibling"),
     "a step less": (one_step_less, "hold 1 steps of sdpo_token, the spec has 2"),
+    "a step less of both": (both_arms_a_step_less, "hold 1 steps of grpo, the spec has 2"),
+    "the arms exchanged": (arms_exchanged, "are not those of its composites and logprobs"),
     "the gates of the pilot": (facts("activation_pilot", passed), "the gates of grpo are not those of"),
     "what training came to": (
         facts("train", lambda record: record["facts"]["counts"]["grpo"].update(groups=9)),
