@@ -23,11 +23,14 @@ DTYPES = pytest.mark.parametrize("dtype", LIMIT, ids=str)
 def heads(dtype: torch.dtype, sure: float = 0.0) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Student hidden and head, the teacher's, and what comes with them; the action taken gains about `sure` nats."""
     data = batch(EPISODES, VOCABULARY, dtype)
-    torch.manual_seed(1)
-    count = len(data["actions"])
-    head, hidden = torch.randn(VOCABULARY, WIDTH) * 0.3, torch.randn(count, WIDTH)
+    generator, count = torch.Generator().manual_seed(1), len(data["actions"])  # its own: threads call this
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    head, hidden = normal(VOCABULARY, WIDTH) * 0.3, normal(count, WIDTH)
     hidden += sure * head[data["actions"]] / head[data["actions"]].square().sum(1, keepdim=True)
-    teacher = [torch.randn(count, TEACHER_WIDTH), torch.randn(VOCABULARY, TEACHER_WIDTH) * 0.3]
+    teacher = [normal(count, TEACHER_WIDTH), normal(VOCABULARY, TEACHER_WIDTH) * 0.3]
     rest = {name: data[name] for name in ("actions", "action_index", "episode_index", "success")}
     return [hidden.to(dtype), head.to(dtype)], [x.to(dtype) for x in teacher], rest
 
