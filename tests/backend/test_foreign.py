@@ -300,8 +300,8 @@ def test_a_dead_address_is_named_before_the_sdk_is_imported():
 
 
 def test_probe_and_capabilities_share_the_seconds_of_first_contact(monkeypatch: pytest.MonkeyPatch):
-    """Of ten seconds seven are the service's: two tries of 3 with 0.5 between them, and the models in what is left."""
-    assert (contacts.SECONDS, contacts.TRY_SECONDS) == (7.0, 3.0)
+    """Of ten seconds eight are the service's: two tries of 3 with 0.5 between them, and the models in what is left."""
+    assert (contacts.SECONDS, contacts.TRY_SECONDS) == (8.0, 3.0)
     granted: list[float] = []
 
     async def slow(base_url: str, token: str, *, seconds: float) -> None:
@@ -316,7 +316,7 @@ def test_probe_and_capabilities_share_the_seconds_of_first_contact(monkeypatch: 
     monkeypatch.setattr(contacts, "_capabilities", models)
     asyncio.run(first_contact((), "http://127.0.0.1:9", KEY))
     assert granted[0] == 3.0
-    assert 5.0 < granted[1] <= 6.8
+    assert 5.0 < granted[1] <= 7.8
 
 
 def test_a_tokenizer_that_is_nowhere_is_named_with_what_helps(tokenizer_folder: Path, monkeypatch):

@@ -1,6 +1,7 @@
 """First contact: what a run needs of a service, asked within seconds and before anything long is begun."""
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +12,12 @@ import httpx
 
 from paritygate.backend.connection import local_host, reach_without_proxy
 from paritygate.backend.credentials import Credential
-from paritygate.backend.guard import in_daemon_thread, probe
+from paritygate.backend.guard import TRY_PAUSE, get, in_daemon_thread, probe
 from paritygate.backend.tokenizers import NoTokenizer, load_tokenizer
 from paritygate.errors import BackendError
 
-SECONDS = 7.0  # the probe and the capabilities together; with the imports before them, within ten
-TRY_SECONDS = 3.0  # one of the probe's two tries
+SECONDS = 8.0  # credential, probe and capabilities together; with the imports before them, within ten
+TRY_SECONDS = 3.0  # one of the probe's two tries, at most
 HUB_SECONDS = 60.0  # for a tokenizer, which may be downloaded
 
 
@@ -49,11 +50,11 @@ async def first_contact(needs: Sequence[Need], base_url: str, api_key: str | Non
     refused key, an address without a service, an account without means (HTTP 402), a model that is not served for its
     role.
     """
-    credential = Credential(base_url, api_key)
-    token = await credential.token()
-    reach_without_proxy(base_url)
     began = time.monotonic()
-    await probe(base_url, token, seconds=TRY_SECONDS)
+    token = await Credential(base_url, api_key).token()
+    reach_without_proxy(base_url)
+    left = began + SECONDS - time.monotonic()
+    await probe(base_url, token, seconds=min(TRY_SECONDS, (left - TRY_PAUSE) / 2))
     served = await _capabilities(base_url, token, began + SECONDS - time.monotonic())
     for need in needs:
         _require(base_url, need, served)
@@ -63,12 +64,15 @@ async def first_contact(needs: Sequence[Need], base_url: str, api_key: str | Non
 
 
 async def _capabilities(base_url: str, token: str, seconds: float) -> dict[str, dict[str, Any]]:
-    url = f"{base_url.rstrip('/')}/api/v1/get_server_capabilities"
     try:
-        async with asyncio.timeout(seconds), httpx.AsyncClient(timeout=seconds) as client:
-            response = await client.get(url, headers={"X-API-Key": token})
-            response.raise_for_status()
-            return {str(m["model_name"]): m for m in response.json()["supported_models"] if m.get("model_name")}
+        async with (
+            asyncio.timeout(seconds),
+            httpx.AsyncClient(timeout=seconds, headers={"X-API-Key": token}) as client,
+        ):
+            status, body = await get(client, base_url, "get_server_capabilities")
+        if status != 200:
+            raise ValueError(f"HTTP status {status}")
+        return {str(m["model_name"]): m for m in json.loads(body)["supported_models"] if m.get("model_name")}
     except (httpx.HTTPError, TimeoutError, ValueError, KeyError, TypeError, AttributeError) as error:
         text = " ".join(str(error).split())[:200] or type(error).__name__
         raise BackendError(f"The service at {base_url} does not say which models it serves: {text}.") from None

@@ -2,11 +2,16 @@
 
 import asyncio
 import random
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import httpx
 
@@ -17,6 +22,8 @@ T = TypeVar("T")
 
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
 PROBE_SECONDS = 4.0
+MOST_ANSWERED = 4 * 2**20  # bytes of an answer of these routes
+TRY_PAUSE = 0.5  # seconds between two tries of a probe
 
 
 class ServiceDown(BackendError):  # noqa: N818 - the state of the service, as in "refused"
@@ -29,7 +36,7 @@ class ServiceDown(BackendError):  # noqa: N818 - the state of the service, as in
 
 
 async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float = PROBE_SECONDS) -> None:
-    """Ask GET /api/v1/healthz; raises ServiceDown naming the address within tries * (seconds + 0.5) seconds.
+    """Ask GET /api/v1/healthz; raises ServiceDown naming the address within tries * (seconds + TRY_PAUSE) seconds.
 
     A health route that answers with a failure is not believed alone: the service is there if it names its models.
     A service that answers but refuses the key, or the account (402), is named so: asking again does not help.
@@ -40,11 +47,11 @@ async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float =
             try:
                 # The client's own time-out restarts with every byte; this one is for both answers.
                 async with asyncio.timeout(seconds):
-                    response = await client.get(f"{base_url.rstrip('/')}/api/v1/healthz")
-                    status = response.status_code
+                    await _looked_up(base_url)
+                    status, body = await get(client, base_url, "healthz")
                     if status not in (200, 401, 402, 403):
-                        other = await client.get(f"{base_url.rstrip('/')}/api/v1/get_server_capabilities")
-                        status = other.status_code if other.status_code in (200, 401, 402, 403) else status
+                        other, _ = await get(client, base_url, "get_server_capabilities")
+                        status = other if other in (200, 401, 402, 403) else status
             except Exception as error:  # of httpx, of what lies below it, or of an address that is none
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 nobody = any(isinstance(cause, ConnectionRefusedError) for cause in causes(error))
@@ -55,13 +62,37 @@ async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float =
                 if status in (401, 403):
                     raise BackendError(f"The service at {base_url} refuses the API key; correct TINKER_API_KEY.")
                 if status == 402:
-                    raise billing(base_url, response.text)
+                    raise billing(base_url, body.decode(errors="replace"))
                 reason = f"HTTP status {status}"
             if attempt + 1 < tries:
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(TRY_PAUSE)
     down = ServiceDown(f"No healthy Tinker service at {base_url} ({reason}); start one, or correct TINKER_BASE_URL.")
     down.nobody = nobody
     raise down
+
+
+async def get(client: httpx.AsyncClient, base_url: str, route: str) -> tuple[int, bytes]:
+    """(status, body) of GET /api/v1/`route`; ValueError for a body of more than MOST_ANSWERED bytes."""
+    async with client.stream("GET", f"{base_url.rstrip('/')}/api/v1/{route}") as response:
+        body = b""
+        async for chunk in response.aiter_bytes(65536):
+            body += chunk
+            if len(body) > MOST_ANSWERED:
+                raise ValueError(f"GET {route} answers with more than {MOST_ANSWERED >> 20} MiB")
+    return response.status_code, body
+
+
+async def _looked_up(base_url: str) -> None:
+    """Wait until the name of an address has been looked up, in a thread that cannot keep the process alive.
+
+    A resolver that is silent keeps the default executor's threads, for whose end asyncio waits before a sentence about
+    it is shown. A proxy looks names up itself; what is wrong with a name is left to the request.
+    """
+    if getproxies().keys() - {"no"}:
+        return
+    with suppress(OSError, ValueError):
+        address = urlsplit(base_url)
+        await in_daemon_thread(partial(socket.getaddrinfo, address.hostname, address.port))
 
 
 def billing(base_url: str, detail: str) -> ServiceDown:

@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 from tinker import ServiceClient, types
-from tinker.lib._auth_token_provider import AuthTokenProvider
+from tinker.lib._auth_token_provider import AuthTokenProvider, CredentialCmdAuthProvider
 from tinker.lib.internal_client_holder import ClientConnectionPool, InternalClientHolder
+
+from paritygate.backend.credentials import printed_key
 
 Heard = Callable[[int, str], None]
 LONGEST_WAIT = 60.0  # seconds of a Retry-After that are kept before the service is asked again
@@ -27,6 +29,13 @@ def retry_after(status: int, headers: Mapping[str, str]) -> float:
         except ValueError:
             return 0.0
     return 0.0 if math.isnan(seconds) else min(max(seconds, 0.0), LONGEST_WAIT)
+
+
+async def _limited(self: CredentialCmdAuthProvider) -> str:
+    return await printed_key(self._cmd)  # pyright: ignore[reportPrivateUsage]
+
+
+CredentialCmdAuthProvider.get_token = _limited
 
 
 class WitnessAuth(AuthTokenProvider):
@@ -67,11 +76,12 @@ class WitnessAuth(AuthTokenProvider):
 
 
 class ObservedHolder(InternalClientHolder):
-    """tinker 0.38.0 with four repairs.
+    """tinker 0.38.0 with five repairs.
 
     It reads `client/config` over a pool of its own and forgets it open: this one closes it. It waits minutes, silently,
     on HTTP 402: this one reports it and lets the request fail. It does not say that the service answers: this one does.
-    Sampling does not wait as Retry-After says: this one's does (`WitnessAuth`).
+    Sampling does not wait as Retry-After says: this one's does (`WitnessAuth`). It waits for a credential command
+    without an end, before any request: here it is asked within `printed_key`'s limits (`_limited`).
     """
 
     _one_off: list[ClientConnectionPool]
