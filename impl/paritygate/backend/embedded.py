@@ -45,7 +45,7 @@ class EmbeddedServer:
         self._dir.mkdir(parents=True, exist_ok=True)
         self._log = (self._dir / "server.log").open("a", encoding="utf-8")
         paths = [str(SOURCE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        arguments = ["--model", self.model, "--dtype", self.dtype, "--port", "0"]
+        arguments = ["--model", self.model, "--dtype", self.dtype, "--port", "0", "--share-cores"]
         arguments += ["--api-key", self.api_key, "--state", str(self._dir)]
         argv, proven = command("paritygate.backend.embedded")
         self._process = subprocess.Popen(

@@ -15,6 +15,11 @@ THREADS = (
     "without one they are promised at 1 only"
 )
 
+SHARE = (
+    "instead of --threads: the machine's cores (4 at most) divided among this user's busy servers that share them; one "
+    "without a C++ compiler"
+)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, serve, return the exit code (0 after SIGINT or SIGTERM)."""
@@ -23,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="0, the default, takes a free one")
     parser.add_argument("--api-key", help="must start with tml-; the default is a fresh random one")
     parser.add_argument("--state", metavar="DIR", help="where saved states live (default: gone with the server)")
-    parser.add_argument("--threads", type=int, default=1, help=THREADS)
+    threads = parser.add_mutually_exclusive_group()
+    threads.add_argument("--threads", type=int, default=1, help=THREADS)
+    threads.add_argument("--share-cores", action="store_true", help=SHARE)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the frozen weights (default float32)")
     args = parser.parse_args(argv)
     return exit_code("paritygate.server", lambda: serve(args))
@@ -47,6 +54,7 @@ def serve(args: argparse.Namespace) -> int:
         api_key=args.api_key,
         state_dir=args.state,
         threads=args.threads,
+        share_cores=args.share_cores,
         dtype=args.dtype,
     )
     for number in signals:

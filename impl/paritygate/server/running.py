@@ -58,13 +58,15 @@ def start(
     api_key: str | None = None,
     state_dir: str | Path | None = None,
     threads: int = 1,
+    share_cores: bool = False,
     dtype: str = "float32",
     limits: Limits | None = None,
 ) -> Running:
     """Load `model` ("tiny", "smollm2" or a transformers folder) and serve it on 127.0.0.1.
 
     Port 0 takes a free one; no key makes one; no `state_dir` keeps saved states in a folder that goes with the server.
-    One CPU thread runs the model unless `threads` says more. With the compiled kernels (products.py) their number
+    One CPU thread runs the model unless `threads` says more; with `share_cores`, as many as the machine has cores for
+    each busy server of this user that shares them. With the compiled kernels (products.py) their number
     changes no bit of a sample or logprob; without a compiler it may, and so may batching at more than one.
     Raises BadInputError for an unusable model, key, dtype, port or state folder.
     """
@@ -85,6 +87,7 @@ def start(
         import torch
         import uvicorn
 
+        from paritygate.server.engine.cores import SharedCores
         from paritygate.server.engine.loop import Engine
         from paritygate.server.http.app import build_app
         from paritygate.server.model.network import Network
@@ -92,7 +95,8 @@ def start(
         from paritygate.server.sessions.service import Service
 
         network = Network.load(source.folder, getattr(torch, dtype))
-        engine = Engine(network, limits, _tokenizer(source.folder), threads)
+        cores = SharedCores() if share_cores else None
+        engine = Engine(network, limits, _tokenizer(source.folder), threads, cores)
         service = Service(engine, Store(folder), limits, source.name)
         config = uvicorn.Config(
             build_app(service, key), log_level="error", lifespan="on", timeout_graceful_shutdown=5, loop="asyncio"

@@ -150,14 +150,17 @@ def test_dot_products_keep_a_rows_bits_and_are_no_worse_than_transformers(monkey
 @pytest.mark.skipif(not available(), reason="no compiler here: the bits are promised at one thread")
 @pytest.mark.parametrize("products", ["float32", "bfloat16", "dots"])
 def test_threads_move_no_bit(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples, their logprobs, scores, and what training makes of an adapter are those of one thread."""
+    """Samples, their logprobs, scores, and what training makes of an adapter are those of one thread.
+
+    So they are where other servers come and go, and a step has more threads than the one before or fewer.
+    """
     if products == "dots":
         use_dots(monkeypatch)
     dtype = torch.float32 if products == "float32" else torch.bfloat16
     network = Network(sources.resolve("tiny").folder, dtype)
 
-    def everything(threads: int) -> list[Any]:
-        engine = Engine(network, Limits(prefill_tokens=48, rows=9), None, threads)
+    def everything(threads: int, cores: Any = None) -> list[Any]:
+        engine = Engine(network, Limits(prefill_tokens=48, rows=9), None, threads, cores)
         engine.start()
         adapter = moved_adapter(network)
         for step in range(2):
@@ -178,6 +181,22 @@ def test_threads_move_no_bit(products: str, monkeypatch: pytest.MonkeyPatch) -> 
     one = everything(1)
     assert everything(2) == one
     assert everything(3) == one
+    turns = ComingAndGoing()
+    assert everything(1, turns) == one
+    assert turns.asked > 10
+
+
+class ComingAndGoing:
+    """SharedCores of a machine whose other servers change at every step."""
+
+    asked = 0
+
+    def share(self) -> int:
+        self.asked += 1
+        return (2, 1, 3)[self.asked % 3]
+
+    def rest(self) -> None:
+        pass
 
 
 def test_snapshots_do_not_move_when_training_goes_on(network: Any, engine: Engine) -> None:

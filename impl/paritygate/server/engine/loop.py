@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paritygate.server.engine.cores import SharedCores
 from paritygate.server.engine.jobs import JobBatch, Row, SampleJob, SampleResult, Task, snapshot_of
 from paritygate.server.engine.sampling import Decoder, StopCheck, draw, top_logprobs
 from paritygate.server.engine.scoring import score_prompt
@@ -20,17 +21,26 @@ from paritygate.server.limits import Limits
 from paritygate.server.model.attention import Span, cached
 from paritygate.server.model.cache import PrefixCache, Sequence
 from paritygate.server.model.network import Network
-from paritygate.server.model.products import use_threads
+from paritygate.server.model.products import serves, use_threads
 
 
 class Engine:
     """Owns the network, the prefix cache and the thread; every public method may be called from any thread."""
 
-    def __init__(self, network: Network, limits: Limits, decoder: Decoder | None, threads: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        limits: Limits,
+        decoder: Decoder | None,
+        threads: int,
+        cores: SharedCores | None = None,
+    ) -> None:
+        """`cores`, where the kernels keep bits at any number of threads, decides how many instead of `threads`."""
         self.network = network
         self.limits = limits
         self.decoder = decoder
         self.threads = threads
+        self.cores = cores if serves(network.dtype) else None
         self.prefix = PrefixCache(limits.prefix_cache_bytes)
         self.steps = 0
         self._inbox: queue.SimpleQueue[SampleJob | Task | None] = queue.SimpleQueue()
@@ -80,9 +90,13 @@ class Engine:
         use_threads(self.threads, self.network.dtype)
         while not self._stopping:
             idle = not (self._rows or self._waiting or self._prefilling or self._forking or self._tasks)
+            if idle and self.cores is not None:
+                self.cores.rest()
             self._receive(block=idle)
             if self._stopping:
                 break
+            if self.cores is not None:
+                use_threads(self.cores.share(), self.network.dtype)
             self._advance_task()
             try:
                 with torch.no_grad():
