@@ -111,6 +111,12 @@ def test_a_silent_address_is_named_within_the_seconds_of_a_first_contact(monkeyp
     assert "more than 4 MiB" in sentences["a body without end"]
 
 
+def test_an_address_that_is_none_says_why() -> None:
+    for url, why in (("http://127.0.0.1:99999", "OverflowError"), ("127.0.0.1:9", "missing an 'http://'")):
+        with pytest.raises(BackendError, match=f"{url} .*{why}"):
+            asyncio.run(first_contact((), url, KEY))
+
+
 def test_a_full_queue_is_a_silent_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody takes the connection, as behind a firewall that drops what comes."""
     monkeypatch.setattr(contact, "SECONDS", 1.7)

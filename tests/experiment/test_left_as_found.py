@@ -155,6 +155,23 @@ def test_killed_between_a_save_and_its_record(
             assert (run / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), start
 
 
+def test_a_sampler_with_the_name_of_a_state_is_a_save_of_its_own(tmp_path: Path) -> None:
+    """A step's state and the next one's sampler have one name: the answer to the first is none to the second."""
+    states, both = (
+        SavedStates(tmp_path),
+        [f"tinker://7/{kind}/train-grpo-1-0badc0de" for kind in ("weights", "sampler_weights")],
+    )
+    name = "train-grpo-1-0badc0de"
+    for path in both:
+        states.intend("7", name)
+        assert states.unanswered() == [("7", name)]
+        states.add("7", name, path)
+        assert states.unanswered() == []
+    states.intend("7", name)
+    states.add("7", name, both[0])  # found again in a list, as one that is known already
+    assert states.unanswered() == [("7", name)]
+
+
 def test_killed_between_a_deletion_and_its_record(
     run_spec: Any, scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,8 @@ async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float =
                         other, _ = await get(client, base_url, "get_server_capabilities")
                         status = other if other in (200, 401, 402, 403) else status
             except Exception as error:  # of httpx, of what lies below it, or of an address that is none
-                reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                first = next(cause for cause in causes(error) if not isinstance(cause, BaseExceptionGroup))
+                reason = f"{type(first).__name__}: {first}" if str(first) else type(first).__name__
                 nobody = any(isinstance(cause, ConnectionRefusedError) for cause in causes(error))
             else:
                 nobody = False

@@ -177,7 +177,7 @@ class State:
                 self.progress.line(f"      whether {name} was saved is not known, and not deleted: {error}")
                 continue
             for path in there:
-                if path.rsplit("/", 1)[-1] == name:
+                if path.rsplit("/", 1)[-1] == name and path not in self.states.ever():
                     self.states.add(client, name, path)
 
     async def delete(self, paths: Sequence[str]) -> None:

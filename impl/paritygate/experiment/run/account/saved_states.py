@@ -3,6 +3,7 @@
 What is not in this list is not the run's, and never deleted.
 """
 
+from collections import Counter
 from pathlib import Path
 
 from paritygate.experiment.run.journal import append_line, drop_torn_tail, read_lines
@@ -40,8 +41,16 @@ class SavedStates:
         return list(dict.fromkeys(line["saved"] for line in lines if "saved" in line and line["saved"] not in deleted))
 
     def unanswered(self) -> list[tuple[str, str]]:
-        """(client, name) of the saves that a process was killed in, or whose answer was lost, in their order."""
+        """(client, name) of the saves that a process was killed in, or whose answer was lost, in their order.
+
+        A client may save its state and a sampler under one name: it has as many paths as saves begun.
+        """
         lines = read_lines(self._path)
-        answered = {(line.get("client"), line.get("name")) for line in lines if "saved" in line}
-        intended = dict.fromkeys((line["client"], line["saving"]) for line in lines if "saving" in line)
-        return [save for save in intended if save not in answered]
+        paths = {(line.get("client"), line.get("name"), line["saved"]) for line in lines if "saved" in line}
+        answered = Counter((client, name) for client, name, _ in paths)
+        begun = Counter((line["client"], line["saving"]) for line in lines if "saving" in line)
+        return [save for save, times in begun.items() if answered[save] < times]
+
+    def ever(self) -> set[str]:
+        """The paths that were saved, those deleted since among them."""
+        return {line["saved"] for line in read_lines(self._path) if "saved" in line}
