@@ -162,14 +162,24 @@ def silence() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def command(module: str) -> tuple[list[str], str]:
-    """How to start `module` of ours in a process of its own that reads sources only: argv, and a line for its stdin.
+def alone() -> tuple[list[str], dict[str, str]]:
+    """How to start this interpreter so that it finds what it has by itself: argv and environment.
 
-    Where PROVEN is known, that process refuses (exit 3) every source of ours that differs from it. The code that checks
-    the first three files comes with the command, from this process, whose own sources have been checked.
+    Nothing of the working folder, of PYTHONPATH or of any other PYTHON* variable, PYTHONUSERBASE included.
     """
+    return [sys.executable, "-E", "-P"], {name: value for name, value in os.environ.items() if name[:6] != "PYTHON"}
+
+
+def command(module: str) -> tuple[list[str], dict[str, str], str]:
+    """How to start `module` of ours in a process that reads sources only: argv, environment, a line for its stdin.
+
+    Where PROVEN is known, that process refuses (exit 3) every source of ours that differs from it, and starts `alone`:
+    what only it imports comes from where the guard looked for what this process imports. The code that checks the first
+    three files comes with the command, from this process, whose own sources have been checked.
+    """
+    python, environment = alone() if PROVEN else ([sys.executable, "-P"], dict(os.environ))
     program = f"{_START}start({_IMPL!r}, {module!r}, {NOT_PROVEN!r})"
-    return [sys.executable, "-P", "-c", program], json.dumps(PROVEN) + "\n"  # -P: none of the working folder's modules
+    return [*python, "-c", program], environment, json.dumps(PROVEN) + "\n"
 
 
 _START = """
@@ -177,7 +187,6 @@ import hashlib, importlib.util, json, os, sys
 
 def start(impl, module, not_proven):
     proven, sources = json.loads(sys.stdin.readline()), {}
-    sys.path.insert(0, impl)
     for name in ("paritygate", "paritygate.errors", "paritygate.bootstrap"):
         package = None if "." in name else [os.path.join(impl, "paritygate")]
         path = os.path.join(impl, "paritygate", f"{name.partition('.')[2] or '__init__'}.py")
@@ -202,6 +211,7 @@ def run_module(module: str, proven: Mapping[str, str], sources: Mapping[str, byt
     for path, source in sources.items():
         record(path, source)
     read_sources_only(Path(_IMPL))
+    sys.path.insert(0, _IMPL)  # not before: what lies beside our packages is held to PROVEN too
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Refused as error:

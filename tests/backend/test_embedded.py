@@ -200,23 +200,30 @@ asyncio.run(main())
         "impl/paritygate/backend/embedded.py",
         "impl/paritygate/server/engine/losses.py",
         "impl/paritygate/server/model/products.cpp",
+        "impl/argparse.py",
+        "impl/h11.py",
         None,
     ],
 )
 def test_the_servers_process_loads_only_what_was_proven(tmp_path, edited):
     """One more newline at the end of any file between the proof and the start, and the process refuses it by name.
 
-    Of the working folder it imports nothing: what is read before our sources are checked, by the server, by uvicorn.
+    A file that is new counts. Of the working folder it imports nothing, and of PYTHONPATH nothing either, though the
+    process that starts it does: what is read before our sources are checked, by the server, by uvicorn.
     """
-    (tmp_path / "work").mkdir()
-    for name in ("hashlib", "uvicorn", "h11"):
-        (tmp_path / "work" / f"{name}.py").write_text("raise SystemExit(7)")
+    for folder, names in (("work", ("hashlib", "uvicorn", "h11")), ("path", ("uvicorn", "h11"))):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / f"{name}.py").write_text("raise SystemExit(7)")
+    in_the_child = "import os, sys\nif '--model' in sys.orig_argv:\n    os._exit(7)\n"
+    (tmp_path / "path" / "sitecustomize.py").write_text(in_the_child)
     shutil.copytree(ROOT / "impl", tmp_path / "impl", ignore=shutil.ignore_patterns("__pycache__"))
     arguments = [str(tmp_path), *filter(None, [edited])]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "impl"), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join([str(tmp_path / "path"), str(tmp_path / "impl")])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-P", "-c", PROVE, *arguments]
     done = subprocess.run(command, cwd=tmp_path / "work", capture_output=True, text=True, env=environment, check=False)
-    if edited is None:
+    if edited in (None, "impl/argparse.py"):  # the standard library's comes first
         assert done.stdout == "started\n", done.stderr
         return
     assert "started" not in done.stdout

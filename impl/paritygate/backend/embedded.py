@@ -16,7 +16,6 @@ from paritygate.backend.guard import in_daemon_thread
 from paritygate.bootstrap import LIBRARIES, LOADED, command, merge
 from paritygate.errors import BackendError
 
-SOURCE_ROOT = Path(__file__).resolve().parents[2]
 # Building the real small model takes a minute of one core, once; a busy machine takes several.
 START_SECONDS = 600.0
 STOP_SECONDS = 10.0
@@ -44,17 +43,16 @@ class EmbeddedServer:
         """Start the child and wait for its one JSON line; raises BackendError with the end of its log when it dies."""
         self._dir.mkdir(parents=True, exist_ok=True)
         self._log = (self._dir / "server.log").open("a", encoding="utf-8")
-        paths = [str(SOURCE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         arguments = ["--model", self.model, "--dtype", self.dtype, "--port", "0", "--share-cores"]
         arguments += ["--api-key", self.api_key, "--state", str(self._dir)]
-        argv, proven = command("paritygate.backend.embedded")
+        argv, environment, proven = command("paritygate.backend.embedded")
         self._process = subprocess.Popen(
             [*argv, str(os.getpid()), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            env=environment | {"OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the child in order
         )
         try:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
+from paritygate.bootstrap import alone
 from paritygate.errors import Refused
 
 OURS = frozenset(("paritygate", "paritygate_pytest", "paritygate_reference", "tests", "__main__", "__mp_main__"))
@@ -96,11 +97,10 @@ def dependencies(root: Path) -> set[str]:
 
 def ask_alone(names: Iterable[str]) -> dict[str, list[str | None]]:
     """For each top-level name its file and folders in an interpreter of its own, out of this environment's reach."""
-    command = [sys.executable, "-E", "-P", "-c", PROBE]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}  # USERBASE too
+    python, environment = alone()
     try:
         done = subprocess.run(
-            command,
+            [*python, "-c", PROBE],
             input=json.dumps(list(names)),
             env=environment,
             capture_output=True,
