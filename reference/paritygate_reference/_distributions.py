@@ -51,7 +51,8 @@ def log_softmax(logits: ArrayLike, place: str = "row") -> Array:
     if largest == -math.inf:
         raise ValueError(f"{place} is all -inf: it is no distribution")
     top = int(np.argmax(row))
-    shifted = row - largest
+    with np.errstate(over="ignore"):  # 2e308 below the largest is as good as -inf
+        shifted = row - largest
     others = np.delete(np.exp(shifted), top).sum()  # without the 1 of the largest, so that a sharp row keeps its digits
     return shifted - np.log1p(others)
 
@@ -190,8 +191,8 @@ def logit_gradient(p: Distribution, student: Array, kept: NDArray[np.intp], slop
     weighted, shift = slopes
     if p.capped:
         weighted[-1] = 0.0
-    total = weighted.sum()
-    if not math.isfinite(total + shift):
+    total = float(weighted.sum())
+    if not math.isfinite(total + float(shift)):
         return np.full_like(student, math.nan)
     grad = -student * total
     grad[kept] += weighted[: len(kept)]

@@ -198,7 +198,7 @@ def _row_gradient(row: _Row, options: _Options) -> Array:
         slopes = _distributions.forward_kl_slopes(p, q)
     elif options.divergence == "reverse_kl":
         top = int(kept[np.argmax(student[kept])])
-        with np.errstate(invalid="ignore"):  # -inf - -inf, where the student has no probability
+        with np.errstate(over="ignore", invalid="ignore"):  # -inf - -inf, where the student has no probability
             log_ratio = (student - student[top]) - (teacher - teacher[top])
         slopes = _distributions.reverse_kl_slopes(p, q, log_ratio[kept])
     else:

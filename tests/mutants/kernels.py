@@ -112,6 +112,14 @@ MUTANTS = (
         "false",
     ),
     Mutant(
+        "log-ratios-of-kept-logprobs",
+        "of the entries kept log p - log q of log-probabilities: beside 1e30 they have lost -1 and 0",
+        "sdpo/logit_gradient",
+        "losses/engines/cpp/truncated.cpp",
+        "(p.logit[b] - p.logit[top]) - (q.logit[b] - q.logit[top])",
+        "(p.log[b] - q.log[b]) - largest",
+    ),
+    Mutant(
         "ties-to-the-highest-index",
         "ties to the highest index",
         "sdpo/logit_loss",

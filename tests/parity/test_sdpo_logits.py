@@ -94,6 +94,33 @@ def test_logit_loss_of_a_large_vocabulary(losses: Any, device: str, dtype: str, 
     value_and_gradient_are_the_reference_s()
 
 
+FAR = [("float64", 1e30), ("float64", 1e308), ("float32", 1e6), ("float32", 3e38), ("bfloat16", 3e38)]
+TRUNCATIONS: list[dict[str, Any]] = [{}, {"top_k": 2}, {"top_k": 2, "tail": False}]
+
+
+@pytest.mark.obligation("sdpo/logit_gradient")
+@pytest.mark.parametrize(("dtype", "far"), FAR)
+def test_gradients_of_logits_far_from_zero(losses: Any, device: str, dtype: str, far: float) -> None:
+    """Beside 1e30 float64 has no -1 any more; where the student excludes that entry -1 and 0 count still."""
+    rows = [[-far, -1, -1], [-far, 0, 1], [far, 0, -1], [-1, far, far], [far, -far, 0], [-far] * 3, [0, 0, -1]]
+    pairs = np.array(list(itertools.product(rows, [*rows, [far, -1, 0], [-1, -far, far], [-far, -1, -far]])))
+    student, teacher = (tensor(side[None], dtype, device) for side in (pairs[:, 0], pairs[:, 1]))
+    rounded_rows = [side[0].double().cpu().numpy()[:, None, None] for side in (student, teacher)]
+    assert reference.logit_loss_grad([[[-1e30, -1, -1]]], [[[1e30, -1, 0]]], [[1]]).tolist() == [[[0, 0.25, -0.25]]]
+    for divergence, truncation in itertools.product(reference.DIVERGENCES, TRUNCATIONS):
+        options = {"divergence": divergence, "mixture": 0.3, "aggregation": "token_sum", **truncation}
+        mask = torch.ones(1, len(pairs), device=device)
+        gradient = losses.sdpo.logit_loss_grad(student, teacher, mask, validate=False, **options)[0]
+        slopes = [reference.logit_loss_grad(*row, [[1]], **options)[0, 0] for row in zip(*rounded_rows, strict=True)]
+        expected = tensor(np.array(slopes), dtype, device).double().cpu().numpy()
+        finite = np.isfinite(expected).all(axis=-1)
+        assert finite.sum() >= len(pairs) / 2
+        largest = np.maximum(np.abs(expected).max(axis=-1), 1.0)[finite, None]
+        actual = gradient.double().cpu().numpy()[finite] / largest  # every row by its own largest
+        labels = {"dtype": dtype, "regime": "extreme", "where": str(options)}
+        compare("sdpo/logit_gradient", actual, expected[finite] / largest, **labels)
+
+
 @pytest.mark.obligation("sdpo/logit_loss", "sdpo/teacher_top_k", "sdpo/oracle")
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..buckets import Buckets, Options, bucket_slopes, divergence_of, with_tail
+from ..buckets import Buckets, Options, divergence_of, logit_slopes, with_tail
 from ..gate import Weights
 from ..numerics import chunk_rows, kl_divergence, log_softmax
 from ..row_stats import RowStat
@@ -89,12 +89,12 @@ def _block(student: Tensor, teacher: Tensor, row_mask: Tensor, start: int, stop:
 
 def _buckets(logits: Tensor, log_p: Tensor, kept: Tensor | None, tail: bool) -> Buckets:
     if kept is None:
-        return Buckets(log_p, 0.0, None)
+        return Buckets(log_p, logits, None)
+    chosen = logits.gather(1, kept)
     if not tail:
-        return Buckets(log_softmax(logits.gather(1, kept)), 0.0, None)
-    selected = log_p.gather(1, kept)
+        return Buckets(log_softmax(chosen), chosen, None)
     rest = log_p.exp().scatter(1, kept, 0.0).sum(-1)  # summed, not 1 - the kept: a small tail keeps its digits
-    return with_tail(selected, rest)
+    return with_tail(chosen, log_p.gather(1, kept), rest)
 
 
 def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
@@ -104,23 +104,14 @@ def _values(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
 
 
 def _gradients(student: Tensor, teacher: Tensor, options: Options) -> Tensor:
-    """With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0."""
     kept = kept_entries(student, teacher, options)
     log_p = log_softmax(student)
     p = _buckets(student, log_p, kept, options.tail)
     q = _buckets(teacher, log_softmax(teacher), kept, options.tail)
-    weighted, total = bucket_slopes(p, q, options)
+    inside, outside = logit_slopes(p, q, options)
     if kept is None:
-        gradient = weighted - p.log.exp() * total
-    elif not options.tail:
-        inside = weighted - p.log.exp() * total
-        gradient = torch.zeros_like(log_p).scatter(1, kept, inside)
-    else:
-        outside = torch.ones_like(log_p, dtype=torch.bool).scatter(1, kept, False)
-        tail_slope = weighted[:, -1:] / p.log[:, -1:].exp()
-        gradient = log_p.exp() * (torch.where(outside, tail_slope, 0.0) - total)
-        gradient = gradient.scatter_add(1, kept, weighted[:, :-1])
-    return torch.where(torch.isfinite(total), gradient, torch.nan)
+        return inside
+    return (log_p.exp() * outside).scatter(1, kept, inside)
 
 
 def kept_entries(student: Tensor, teacher: Tensor, options: Options) -> Tensor | None:

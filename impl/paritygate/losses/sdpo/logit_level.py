@@ -97,7 +97,9 @@ def logit_loss_grad(
 ) -> Tensor:
     """d `logit_loss` / d student_logits, of their shape and dtype, exactly 0 at masked positions.
 
-    ValueError as `logit_loss`. NaN in a row whose divergence is +inf because the teacher excludes an entry.
+    ValueError as `logit_loss`. NaN in a row whose divergence is +inf because the teacher excludes an entry. However
+    large the logits, a slope that the dtype holds is there; one beyond it is infinite. In float64 log-probabilities
+    beyond 1.8e308 are -inf: to a teacher so far from 0 an entry is one that it excludes.
     Obligations: sdpo/logit_gradient.
     """
     leaf = student_logits.detach().requires_grad_()

@@ -86,7 +86,8 @@ struct Divergence : WideRows<D> {
         // Where the teacher excludes what the student may do, KL(p || q) is +inf and has no gradient.
         double mean = kind == FORWARD_KL ? 0 : k[1];
         double w = std::isfinite(mean) && (kind != REVERSE_KL || std::isfinite(k[0])) ? (kind == JSD ? scale * (1 - mixture) : scale) : NAN;
-        if (kind == REVERSE_KL && FUSED_MULTIPLY_ADD && std::isfinite(w)) return of_reverse(i, w);
+        bool close = this->products_fit(w, top_p) && std::fabs(top_q) <= FAR && std::fabs(mean) <= FAR;
+        if (kind == REVERSE_KL && close) return of_reverse(i, w);
         Share of_teacher(kind == JSD ? mixture : 0.5);
         this->write_wide(i, [=](Wide p, Wide q) -> Wide {
             Wide dp = p - top_p, dq = q - top_q, lp = dp - log_p, lq = dq - log_q;

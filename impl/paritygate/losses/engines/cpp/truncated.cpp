@@ -103,10 +103,11 @@ struct Truncated : WideRows<D> {
     int32_t* kept;   // (N, k): their indices, ascending
     double* slopes;  // (N, k): and the gradient there
 
-    // The buckets of one side: logarithms of the k probabilities and of the tail, -inf up to a whole vector.
+    // The buckets of one side: logits of the k kept; logarithms of their probabilities and the tail's, -inf up to a whole
+    // vector; what everything else comes to before the cap.
     struct Side {
-        std::vector<double> log;
-        double maximum = 0, log_sum = 0, excess = 0;
+        std::vector<double> logit, log;
+        double maximum = 0, log_sum = 0, rest = 0, excess = 0;
         bool capped = false;
     };
 
@@ -130,9 +131,10 @@ struct Truncated : WideRows<D> {
 
     void fill(Side& side, const T* row, const int32_t* at) const {
         side.log.assign((k + 1 + LANES - 1) / LANES * LANES, -INFINITY);
+        side.logit.resize(k);
         side.maximum = -INFINITY;
         for (int64_t b = 0; b < k; b++) {
-            double v = side.log[b] = load_one<D>(row + at[b]);
+            double v = side.logit[b] = side.log[b] = load_one<D>(row + at[b]);
             side.maximum = v > side.maximum ? v : side.maximum;
         }
     }
@@ -170,16 +172,33 @@ struct Truncated : WideRows<D> {
         side.log_sum = std::log(sum);
         for (int64_t b = 0; b < k; b++) side.log[b] = side.log[b] - side.maximum - side.log_sum;
         if (!tail) return;
-        rest /= sum;
+        side.rest = rest /= sum;
         side.capped = rest < smallest;
         side.excess = side.capped ? smallest - rest : 0;
         side.log[k] = std::log(side.capped ? smallest : rest);
     }
 
-    // With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0.
+    // log(p_b / q_b) of the buckets less that of the largest, which is returned: from the logits, as in buckets.py.
+    double against_largest(const Side& p, const Side& q, std::vector<double>& ratio) const {
+        ratio.assign(p.log.size(), 0);
+        double of_tail = tail ? p.log[k] - q.log[k] : 0;
+        if (tail && p.rest > 0.5) {
+            for (int64_t b = 0; b < k; b++) ratio[b] = p.log[b] - q.log[b] - of_tail;
+            return of_tail;
+        }
+        int64_t top = std::max_element(p.logit.begin(), p.logit.end()) - p.logit.begin();
+        double largest = p.log[top] - q.log[top];
+        for (int64_t b = 0; b < k; b++) ratio[b] = (p.logit[b] - p.logit[top]) - (q.logit[b] - q.logit[top]);
+        if (tail) ratio[k] = of_tail - largest;
+        return largest;
+    }
+
+    // With g = dD/d(bucket) and s = sum_b p_b g_b, entry j has p_j (g_b(j) - s); a capped tail is a constant, g = 0. From
+    // every g of the reverse KL `shift` is taken, which changes nothing as long as the p_b sum to 1.
     void compare(const Side& p, const Side& q, double* row, double* slope) const {
         Share of_teacher(kind == JSD ? mixture : 0.5), of_student(kind == JSD ? 1 - mixture : 0.5);
-        std::vector<double> weighted(p.log.size());
+        std::vector<double> weighted(p.log.size()), ratio;
+        double shift = kind == REVERSE_KL ? against_largest(p, q, ratio) + 1 : 0;
         Wide whole{}, of_p{}, of_q{};
         for (size_t b = 0; b < p.log.size(); b += LANES) {
             Wide lp = wide_at(&p.log[b]), lq = wide_at(&q.log[b]), mp = exp_wide(lp), mq = exp_wide(lq), g;
@@ -188,7 +207,7 @@ struct Truncated : WideRows<D> {
                 g = -mq;
             } else if (kind == REVERSE_KL) {
                 whole += excess(mp, lp - lq, mq);
-                g = mp > 0.0 ? mp * (lp - lq + 1.0) : Wide{};
+                g = mp > 0.0 ? mp * wide_at(&ratio[b]) : Wide{};
             } else {
                 Wide mixed = (1 - mixture) * mp + mixture * mq, against = -of_teacher.log_mixed(lq - lp);
                 of_p += excess(mp, against, mixed), of_q += excess(mq, -of_student.log_mixed(lp - lq), mixed);
@@ -207,9 +226,10 @@ struct Truncated : WideRows<D> {
                                             mixture * (sum_of(of_q) + (q.excess - mixed));
         row[1] = p.maximum, row[2] = p.log_sum;
         // Where the teacher excludes what the student may do the divergence is +inf and has no gradient.
-        double none = std::isfinite(total) ? 0 : NAN, of_tail = tail ? weighted[k] / std::exp(p.log[k]) - total : 0;
+        double none = std::isfinite(total + shift) ? 0 : NAN, left_out = p.capped ? shift : 0;
+        double of_tail = tail ? weighted[k] / std::exp(p.log[k]) - total - left_out * (1 - p.rest) : 0;
         row[3] = of_tail + none;
-        for (int64_t b = 0; b < k; b++) slope[b] = weighted[b] - std::exp(p.log[b]) * total + none;
+        for (int64_t b = 0; b < k; b++) slope[b] = weighted[b] - std::exp(p.log[b]) * (total - left_out * p.rest) + none;
         if (!(p.maximum + q.maximum + p.log_sum + q.log_sum < INFINITY)) row[0] = NAN;
     }
 
@@ -218,7 +238,7 @@ struct Truncated : WideRows<D> {
         const double *row = saved + 4 * i, top = row[1], log_sum = row[2], outside = scale * row[3];
         if (scale == 0 || (outside == 0 && !tail)) {
             std::memset(out, 0, x.vocabulary * sizeof *out);
-        } else if (FUSED_MULTIPLY_ADD && std::isfinite(outside) && outside != 0) {
+        } else if (outside != 0 && this->products_fit(outside, top)) {
             this->write_products(i, outside, top + log_sum, [](Vec, Vec) { return splat(1); });
         } else {
             this->write_wide(i, [=](Wide p, Wide) -> Wide { return outside * exp_wide(p - top - log_sum); });

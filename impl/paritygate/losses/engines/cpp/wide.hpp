@@ -135,6 +135,9 @@ struct Total {
     }
 };
 
+// Beyond it half an ulp of float32 is too much for the `rest` of an exponential: such rows are written in float64.
+static constexpr double FAR = 131072;
+
 // The rows of a problem, seen as float64.
 template <class D>
 struct WideRows {
@@ -178,6 +181,11 @@ struct WideRows {
             Pairs u = widened(a), v = widened(b);
             return narrowed({f(u.low, v.low), f(u.high, v.high)});
         });
+    }
+
+    // Whether `write_products` keeps the digits of float32 with this weight and centre.
+    static bool products_fit(double weight, double centre) {
+        return FUSED_MULTIPLY_ADD && std::fabs(weight) <= 0x1p100 && std::fabs(centre) <= FAR;
     }
 
     // Writes weight exp(p - centre) f(p, q) as a row: in float32 without float64 in between, yet with its digits. What of

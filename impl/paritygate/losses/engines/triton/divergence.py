@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...buckets import DIVERGENCES, Buckets, Options, bucket_slopes, divergence_of, with_tail
+from ...buckets import DIVERGENCES, Buckets, Options, divergence_of, logit_slopes, with_tail
 from ...numerics import log_softmax
 from ..base import contiguous_rows
 from .rows import serves as serves  # noqa: PLC0414 - the same logits as SPOD's rows
@@ -226,19 +226,14 @@ def _truncated(
     for i, logits in enumerate((student, teacher)):
         chosen = logits.gather(1, kept).double()
         if options.tail:
-            sides.append(with_tail(chosen - sums[:, 2 * i, None] - sums[:, 2 * i + 1, None], sums[:, 4 + i]))
+            log = chosen - sums[:, 2 * i, None] - sums[:, 2 * i + 1, None]
+            sides.append(with_tail(chosen, log, sums[:, 4 + i]))
         else:
-            sides.append(Buckets(log_softmax(chosen), 0.0, None))
+            sides.append(Buckets(log_softmax(chosen), chosen, None))
     p, q = sides
     values = torch.where(row_mask, divergence_of(p, q, options), 0.0)
-    weighted, total = bucket_slopes(p, q, options)
-    total = torch.where(torch.isfinite(total), total, torch.nan)
-    slopes = weighted - p.log.exp() * total
-    outside = 0.0 * total[:, 0]
-    if options.tail:
-        outside = weighted[:, -1] / p.log[:, -1].exp() - total[:, 0]
-        slopes = slopes[:, :-1]
-    return values, (torch.stack([values, sums[:, 0], sums[:, 1], outside], dim=1), kept, slopes)
+    slopes, outside = logit_slopes(p, q, options)
+    return values, (torch.stack([values, sums[:, 0], sums[:, 1], outside[:, 0]], dim=1), kept, slopes)
 
 
 def divergence_gradient(
