@@ -10,17 +10,19 @@ from hypothesis import strategies as st
 from mpmath import mp, mpf
 
 from paritygate.harness import compare
-from paritygate.harness.strategies import DTYPES, rounded, tensor
+from paritygate.harness.strategies import DTYPES, SEEDS, rounded, sampled, tensor
 from paritygate_reference import averaging as reference
 from tests import oracle
+
+LENGTHS = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=5)
 
 
 @st.composite
 def batches(draw: st.DrawFn, dtype: str) -> list[list[list[float]]]:
     """Ragged values of `dtype`."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    lengths = draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=5))
-    scale = draw(st.sampled_from([1.0, 1e-3, 300.0]))
+    rng = np.random.default_rng(draw(SEEDS))
+    lengths = draw(LENGTHS)
+    scale = draw(sampled(1.0, 1e-3, 300.0))
     return [[rounded(rng.exponential(size=n) * scale, dtype).tolist() for n in actions] for actions in lengths]
 
 
