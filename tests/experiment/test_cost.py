@@ -64,7 +64,7 @@ def test_every_token_is_counted_and_priced(finished: tuple[ScriptedService, Path
     of_policy = seen["policy/prefill"] + 10 * seen["policy/sampled"] + 100 * seen["policy/trained"]
     of_policy += 1 * 9000 + 10 * 2500 + 100 * 3100  # of the proof, at the policy's prices
     money = (of_policy + 2 * seen["judge/prefill"] + 20 * seen["judge/sampled"]) / 1e6 + 3.0 * cost["gpu_hours"]
-    assert cost["money"] == pytest.approx(money, rel=1e-12)
+    assert cost["money"] == pytest.approx(money, rel=1e-12, abs=0.0)
     assert [sentence.split(" for ")[1].split(":")[0] for sentence in cost["unknown"]] == [
         f"prefill tokens of {USER}",
         f"sampled tokens of {USER}",

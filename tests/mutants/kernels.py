@@ -16,6 +16,14 @@ MUTANTS = (
         "success && diff <= 0",
     ),
     Mutant(
+        "totals-compared-in-the-kernel",
+        "totals of an action compared, not summed differences of its rows: an ulp of -100,000 nats decides nothing",
+        "spod/gate",
+        "losses/engines/cpp/spod.cpp",
+        "gate(x.success[action], diff)",
+        "gate(x.success[action], q - p)",
+    ),
+    Mutant(
         "the-gate-not-asked",
         "the gate not asked",
         "spod/gradient",

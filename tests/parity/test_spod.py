@@ -244,6 +244,22 @@ def test_equal_rows_in_another_order_tie(losses: Any, device: str) -> None:
 
 
 @pytest.mark.obligation("spod/gate")
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_trillionth_of_a_nat_decides_beside_a_row_of_100000(losses: Any, device: str, dtype: str) -> None:
+    """Row by row log q - log p is 0 and -x / 2; of totals of -100,000.7 nats an ulp is ten times as much."""
+    index = torch.zeros(2, dtype=torch.int64, device=device)
+    for x in (1e-12, -1e-12):
+        student = tensor(np.array([[-1e5, 0.0], [0.0, 0.0]]), dtype, device)
+        teacher = tensor(np.array([[-1e5, 0.0], [-x, 0.0]]), dtype, device)
+        success = torch.ones(1, dtype=torch.bool, device=device)
+        arguments, where = (student, teacher, index, index, index[:1], success), f"x = {x}"
+        result, gradient = losses.spod.success_preserving_loss_and_grad(*arguments)
+        compare("spod/gate", result.gate, [x > 0.0], dtype=dtype, where=where)
+        # Protected, the floor pulls at the second row's token with (p - 1) / 2 = -1/4; else the KL does, with 1e-13.
+        compare("spod/gate", gradient[1, 0] < -0.1, x > 0.0, dtype=dtype, where=f"{where}, gradient")
+
+
+@pytest.mark.obligation("spod/gate")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_half_a_millionth_of_a_nat_decides(losses: Any, device: str, dtype: str) -> None:
     """log q - log p is -x / 2 for teacher logits (-x, 0) and student logits (0, 0): protected, by however little."""

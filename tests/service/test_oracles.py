@@ -43,7 +43,7 @@ def test_weights_are_minus_the_derivative_of_the_value(name: str, seed: int) -> 
     config = CONFIGS.get(name, {})
     loss = frozen_ratio(name, inputs, p, config)
     oracle = LOSSES[name](p, inputs, config)
-    assert oracle.value == pytest.approx(loss(p), rel=1e-12)
+    assert oracle.value == pytest.approx(loss(p), rel=1e-12, abs=0.0)
     for i in range(9):
         h = np.zeros(9)
         h[i] = 1e-6
@@ -55,14 +55,14 @@ def test_ppo_by_hand_on_all_four_sides_of_the_clip() -> None:
     ratios, advantages = [0.5, 0.5, 1.0, 2.0, 2.0], [1.0, -1.0, 3.0, 1.0, -1.0]
     p = np.full(5, -1.0)
     value, weights = ppo(p, p - np.log(ratios), advantages)
-    assert value == pytest.approx(-(0.5 - 0.8 + 3.0 + 1.2 - 2.0), rel=1e-14)
-    assert weights == pytest.approx([0.5, 0.0, 3.0, 0.0, -2.0], rel=1e-14)
+    assert value == pytest.approx(-(0.5 - 0.8 + 3.0 + 1.2 - 2.0), rel=1e-14, abs=0.0)
+    assert weights == pytest.approx([0.5, 0.0, 3.0, 0.0, -2.0], rel=1e-14, abs=0.0)
 
 
 def test_cispo_keeps_a_gradient_where_it_clips() -> None:
     value, weights = cispo([-1.0, -2.0], [-1.0 - LN2, -2.0 + 2 * LN2], [1.0, 1.0], 0.8, 1.2)
-    assert weights == pytest.approx([1.2, 0.8], rel=1e-14)
-    assert value == pytest.approx(1.2 * 1 + 0.8 * 2, rel=1e-14)
+    assert weights == pytest.approx([1.2, 0.8], rel=1e-14, abs=0.0)
+    assert value == pytest.approx(1.2 * 1 + 0.8 * 2, rel=1e-14, abs=0.0)
 
 
 def test_dro_pulls_towards_the_sampler() -> None:
@@ -72,8 +72,8 @@ def test_dro_pulls_towards_the_sampler() -> None:
 def test_gspo_has_one_ratio_a_sequence_and_none_without_a_mask() -> None:
     p, q = np.array([-1.0, -1.0, -1.0]), np.array([-1.0 - LN2, -1.0 - 3 * LN2, 5.0])
     value, weights = gspo(p, q, [1.0, -1.0, 2.0], [1, 1, 0], 0.5, 8.0)
-    assert weights == pytest.approx([4.0, -4.0, 8.0], rel=1e-14)
-    assert value == pytest.approx(-8.0, rel=1e-14)
+    assert weights == pytest.approx([4.0, -4.0, 8.0], rel=1e-14, abs=0.0)
+    assert value == pytest.approx(-8.0, rel=1e-14, abs=0.0)
     assert gspo(p, q, [1.0, 1.0, 1.0], [0, 0, 0], 0.5, 8.0) == Oracle(0.0, pytest.approx([0.0, 0.0, 0.0]))
 
 

@@ -75,12 +75,14 @@ def test_the_audit_can_be_recomputed_from_itself(spec: Synthetic, tmp_path: Path
         action = {key: np.array(row[key]) for key in keys} | {"tokens": np.array(row["action"])}
         expected = reference.success_preserving_loss([{"success": row["success"], "actions": [action]}])
         assert row["gate"] == expected.gate[0][0] == (row["success"] and row["l_q"] < row["l_p"])
-        assert row["l_p"] == pytest.approx(expected.student_logprob[0][0], rel=1e-5)
-        assert row["l_q"] == pytest.approx(expected.teacher_logprob[0][0], rel=1e-5)
-        assert row["kl"] == pytest.approx(expected.kl[0][0], rel=1e-4)
-        assert row["floor"] == pytest.approx(expected.floor[0][0], rel=1e-5)
+        assert row["l_p"] == pytest.approx(expected.student_logprob[0][0], rel=1e-5, abs=0.0)
+        assert row["l_q"] == pytest.approx(expected.teacher_logprob[0][0], rel=1e-5, abs=0.0)
+        assert row["kl"] == pytest.approx(expected.kl[0][0], rel=1e-4, abs=0.0)
+        assert row["floor"] == pytest.approx(expected.floor[0][0], rel=1e-5, abs=0.0)
         if row["gate"]:
-            assert row["floor"] == pytest.approx(max(math.log(0.5) - row["l_p"], 0) / len(row["action"]), rel=1e-5)
+            assert row["floor"] == pytest.approx(
+                max(math.log(0.5) - row["l_p"], 0) / len(row["action"]), rel=1e-5, abs=0.0
+            )
         assert row["action"][-1] == 0
         assert row["public_history"][-1] in range(12, 16)
 
