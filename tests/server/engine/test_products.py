@@ -55,7 +55,7 @@ def test_linear_layers_are_right_and_keep_a_rows_bits(
     layer = FrozenLinear(weight, bias)
     assert torch.equal(layer.weight, weight)
     if available():
-        assert products.Panels(weight).paired == (path == "bfloat16 dots")
+        assert products.dots(dtype) == (path == "bfloat16 dots")
     whole, want = layer(rows), rows.double() @ weight.double().T + bias.double()
     close = 1e-6 if dtype == torch.float32 else 2**-7
     assert float((whole.double() - want).abs().max()) <= close * float(want.abs().max())

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paritygate.errors import BadInputError
 from paritygate.server.model.attention import PlainAttention
+from paritygate.server.model.fused import fuse
 from paritygate.server.model.lora import LoraLinear, Routes, Target, Weights, apply_linear
 from paritygate.server.model.products import FrozenLinear, dots, log_normalizers, min_rows
 from paritygate.server.model.shape import read_shape
@@ -54,6 +55,7 @@ class Network:
         self.tied = model.get_input_embeddings().weight is head.weight
         self._head = FrozenLinear(head.weight, head.bias)
         self.targets = self._adapt()
+        fuse(self.body)
         self._layers: list[Any] = [
             module
             for module in self.body.modules()

@@ -14,12 +14,27 @@
 
 static constexpr int64_t PANEL = 2 * WIDTH;  // columns of a product that are computed together
 static constexpr int TILE = WIDTH == 16 ? 12 : 6;  // rows that are: their sums fill the registers
-static constexpr int64_t DEPTH = 256;        // terms of a sum before it is added to the sum of those before
+static constexpr int64_t DEPTH = 384;        // terms of a sum before it is added to the sum of those before
 static constexpr int64_t BLOCK = 64;         // keys of the attention before theirs is
-static constexpr int64_t ROWS = 96;          // rows of a linear layer that share a panel of weights
+static constexpr int64_t ROWS = 192;         // rows of a linear layer that share a panel of weights
 static constexpr int64_t QUERIES = 4 * TILE;
 
 static inline Vec broadcast(float x) { return x - Vec{}; }  // unlike `splat` it costs no addition
+
+// Columns of a product's second factor: rows of float32, or pairs of rows of bfloat16, a pair's two numbers side by side.
+struct Single {
+    typedef float Storage;
+    static constexpr int64_t TERMS = 1;
+    static void read(const float* from, Vec* columns) { columns[0] = load<Float32>(from); }
+};
+struct Paired {
+    typedef uint32_t Storage;
+    static constexpr int64_t TERMS = 2;
+    static void read(const uint32_t* from, Vec* columns) {
+        const Two both = load_two<BFloat16>((const uint16_t*)from);
+        columns[0] = both.a, columns[1] = both.b;
+    }
+};
 
 // c (R, N * WIDTH) = a (R, depth) times b (depth, N * WIDTH); with `more` it is added to c.
 template <class D, int R, int N>
@@ -27,12 +42,14 @@ static inline __attribute__((always_inline)) void tile(const float* a, int64_t a
                                                        int64_t b_row, float* c, int64_t c_row, int64_t depth,
                                                        bool more) {
     Vec sums[R][N] = {};
-    for (int64_t k = 0; k < depth; k++) {
-        Vec columns[N];
-        UNROLL for (int n = 0; n < N; n++) columns[n] = load<D>(b + k * b_row + n * WIDTH);
-        UNROLL for (int r = 0; r < R; r++) {
-            Vec x = broadcast(a[r * a_row + k]);
-            UNROLL for (int n = 0; n < N; n++) sums[r][n] = x * columns[n] + sums[r][n];
+    for (int64_t k = 0; k < depth; k += D::TERMS, b += b_row) {
+        Vec columns[N][D::TERMS];
+        // Few rows wait for the weights: what comes 16 lines later is asked for now.
+        if (D::TERMS == 2) UNROLL for (int n = 0; n < N; n++) __builtin_prefetch(b + 16 * b_row + n * WIDTH);
+        UNROLL for (int n = 0; n < N; n++) D::read(b + n * WIDTH, columns[n]);
+        UNROLL for (int i = 0; i < D::TERMS; i++) UNROLL for (int r = 0; r < R; r++) {
+            Vec x = broadcast(a[r * a_row + k + i]);
+            UNROLL for (int n = 0; n < N; n++) sums[r][n] = x * columns[n][i] + sums[r][n];
         }
     }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) {
@@ -75,7 +92,7 @@ static void share(int64_t units, int64_t threads, int64_t size, Work work) {
 
 struct Linear {
     const float* rows;   // (count, inputs)
-    const void* weight;  // (panels, inputs, PANEL) float32 or bfloat16
+    const void* weight;  // (panels, inputs, PANEL) float32, or (panels, inputs / 2, PANEL, 2) bfloat16
     float* out;          // (count, panels * PANEL)
     int64_t count, inputs, panels, narrow, threads;
 };
@@ -90,15 +107,27 @@ static void linear_of(const Linear& x) {
             for (int64_t k = 0; k < x.inputs; k += DEPTH) {
                 const int64_t depth = std::min(DEPTH, x.inputs - k);
                 const float* from = x.rows + first * x.inputs + k;
-                const auto* weight = (const typename D::Storage*)x.weight + (panel * x.inputs + k) * PANEL;
+                const auto* weight = (const typename D::Storage*)x.weight + (panel * x.inputs + k) / D::TERMS * PANEL;
                 float* to = x.out + first * columns + panel * PANEL;
-                if (std::is_same<D, Float32>::value || count <= 2 * TILE) {
+                if (std::is_same<D, Single>::value || count <= 2 * TILE) {
                     tiles<D, 2>(from, x.inputs, weight, PANEL, to, columns, count, depth, k > 0);
                     continue;
                 }
                 float wide[DEPTH * PANEL];  // widened once for all tiles of rows; the same numbers
-                for (int64_t i = 0; i < depth * PANEL; i += WIDTH) store<Float32>(wide + i, load<D>(weight + i));
-                tiles<Float32, 2>(from, x.inputs, wide, PANEL, to, columns, count, depth, k > 0);
+                for (int64_t i = 0; i < depth / 2; i++)
+                    for (int64_t n = 0; n < PANEL; n += WIDTH) {
+                        Vec columns[2];
+                        Paired::read((const uint32_t*)weight + i * PANEL + n, columns);
+                        store<Float32>(wide + 2 * i * PANEL + n, columns[0]);
+                        store<Float32>(wide + (2 * i + 1) * PANEL + n, columns[1]);
+                    }
+                const char* next = (const char*)(weight + depth / 2 * PANEL);  // asked for beside the products
+                const int64_t each = (depth / 2 * PANEL * 4 * TILE + 64 * count - 1) / (64 * count);
+                for (int64_t row = 0; row < count; row += TILE) {
+                    for (int64_t line = 0; line < each; line++, next += 64) __builtin_prefetch(next, 0, 2);
+                    tile_of<Single, TILE, 2>(std::min<int64_t>(TILE, count - row), from + row * x.inputs, x.inputs, wide,
+                                             PANEL, to + row * columns, columns, depth, k > 0);
+                }
             }
     });
 }
@@ -257,7 +286,7 @@ static void attend_one(const Attention& x, const Span& span, int64_t head) {
         }
         for (int64_t key = 0; key < reach; key += PANEL) {
             if (once) turn(keys + key * dim, std::min(PANEL, end - key), dim, panels.data());
-            tiles<Float32, 2>(queries.data(), dim, panels.data() + (once ? 0 : key * dim), PANEL, scores.data() + key, room,
+            tiles<Single, 2>(queries.data(), dim, panels.data() + (once ? 0 : key * dim), PANEL, scores.data() + key, room,
                               count, dim, false);
         }
         float sums[QUERIES];
@@ -266,10 +295,10 @@ static void attend_one(const Attention& x, const Span& span, int64_t head) {
         for (int64_t key = 0; key < reach; key += BLOCK) {
             int64_t depth = std::min(BLOCK, reach - key), d = 0;
             for (; d + PANEL <= dim; d += PANEL)
-                tiles<Float32, 2>(scores.data() + key, room, values + key * dim + d, dim, mixed.data() + d, dim, count,
+                tiles<Single, 2>(scores.data() + key, room, values + key * dim + d, dim, mixed.data() + d, dim, count,
                                   depth, key > 0);
             for (; d < dim; d += WIDTH)
-                tiles<Float32, 1>(scores.data() + key, room, values + key * dim + d, dim, mixed.data() + d, dim, count,
+                tiles<Single, 1>(scores.data() + key, room, values + key * dim + d, dim, mixed.data() + d, dim, count,
                                   depth, key > 0);
         }
         for (int64_t i = 0; i < count; i++) {
@@ -300,6 +329,36 @@ void normalize(const float* logits, int64_t count, int64_t columns, int64_t thre
             sum += total(terms);
         }
         out[row] = (float)(top[0] + std::log(sum));
+    });
+}
+
+// Rows (count, columns) over the root of their mean square, times `weight` (columns); columns in whole vectors.
+void normalize_rms(const float* rows, const float* weight, int64_t count, int64_t columns, double epsilon,
+                   int64_t threads, float* out) {
+    share(count, threads, count * columns, [&](int64_t row) {
+        const float* from = rows + row * columns;
+        Vec squares = {};
+        for (int64_t i = 0; i < columns; i += WIDTH) squares += load<Float32>(from + i) * load<Float32>(from + i);
+        const Vec scale = broadcast((float)(1 / std::sqrt(total(squares) / columns + epsilon)));
+        for (int64_t i = 0; i < columns; i += WIDTH)
+            store<Float32>(out + row * columns + i, load<Float32>(from + i) * scale * load<Float32>(weight + i));
+    });
+}
+
+// gate / (1 + exp(-gate)) * up, `size` of them.
+void gate_silu(const float* gate, const float* up, int64_t size, int64_t threads, float* out) {
+    const int64_t part = 1 << 14;
+    share((size + part - 1) / part, threads, 4 * size, [&](int64_t unit) {
+        const int64_t end = std::min(size, (unit + 1) * part);
+        for (int64_t i = unit * part; i < end; i += WIDTH) {
+            const bool whole = i + WIDTH <= end;
+            const int count = (int)(end - i);
+            const Vec x = whole ? load<Float32>(gate + i) : load_part<Float32>(gate + i, count);
+            const Vec y = whole ? load<Float32>(up + i) : load_part<Float32>(up + i, count);
+            const Vec less = exponential(x < 0 ? x : -x);  // no overflow: of what is not above 0
+            const Vec product = x * ((x < 0 ? less : splat(1.f)) / (less + 1.f)) * y;
+            whole ? store<Float32>(out + i, product) : store_part<Float32>(out + i, product, count);
+        }
     });
 }
 
@@ -337,7 +396,7 @@ void turn_pairs(const uint16_t* from, int64_t inputs, int64_t outputs, int64_t t
     });
 }
 
-void linear(const Linear* x) { x->narrow ? linear_of<BFloat16>(*x) : linear_of<Float32>(*x); }
+void linear(const Linear* x) { x->narrow ? linear_of<Paired>(*x) : linear_of<Single>(*x); }
 
 void attend(const Attention* x) {
     int64_t size = 0;

@@ -114,11 +114,11 @@ class FrozenLinear:
 
 
 class Panels:
-    """A weight (out, in) as the kernel reads it: columns of outputs side by side, of bfloat16 dots pairs of inputs."""
+    """A weight (out, in) as the kernel reads it: columns of outputs side by side, of bfloat16 pairs of inputs."""
 
     def __init__(self, weight: Tensor) -> None:
         self.outputs, self.inputs = weight.shape
-        self.paired = dots(weight.dtype)
+        self.paired, self.dots = weight.dtype == torch.bfloat16, dots(weight.dtype)
         columns, step = library().panel(), 2 if self.paired else 1
         padded = torch.nn.functional.pad(weight, (0, -self.inputs % step, 0, -self.outputs % columns))
         self.data = padded.unflatten(0, (-1, columns)).unflatten(2, (-1, step)).transpose(1, 2).contiguous()
@@ -129,7 +129,7 @@ class Panels:
         if not panels.paired:
             return cls(panels.weight.T)
         turned = cls.__new__(cls)
-        turned.outputs, turned.inputs, turned.paired = panels.inputs, panels.outputs, True
+        turned.outputs, turned.inputs, turned.paired, turned.dots = panels.inputs, panels.outputs, True, panels.dots
         columns = library().panel()
         turned.data = panels.data.new_empty(-(-panels.inputs // columns), -(-panels.outputs // 2), columns, 2)
         sizes = map(ctypes.c_int64, (panels.inputs, panels.outputs, threads()))
@@ -151,22 +151,26 @@ class Panels:
 
         Dot products round rows to bfloat16; with `split` what that lost is multiplied too: 16 bits of 24 are kept.
         """
-        shape, dtype = (*rows.shape[:-1], self.outputs), rows.dtype
         flat = rows.reshape(-1, self.inputs)
-        if self.paired:
+        if self.paired and self.inputs % 2:
+            flat = torch.nn.functional.pad(flat, (0, 1))
+        if self.dots:
             rounded = flat.bfloat16()
             out = self._dots(rounded)
             if split:
                 out += self._dots((flat - rounded).bfloat16())
         else:
             flat = flat.float().contiguous()
-            out = torch.empty(len(flat), len(self.data) * self.data.shape[2], dtype=torch.float32, device="cpu")
-            sizes = (len(flat), self.inputs, len(self.data), self.data.dtype == torch.bfloat16, threads())
+            count, panels, columns = flat.shape[0], *self.data.shape[:3:2]
+            out = torch.empty(count, panels * columns, dtype=torch.float32, device="cpu")
+            sizes = (count, flat.shape[1], panels, self.paired, threads())
             library().linear(ctypes.byref(_Linear(flat.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)))
-        return out[:, : self.outputs].to(dtype).reshape(shape)
+            if panels * columns > self.outputs:
+                out = out[:, : self.outputs]
+        return out.to(rows.dtype).reshape(*rows.shape[:-1], self.outputs)
 
     def _dots(self, rows: Tensor) -> Tensor:
-        rows = torch.nn.functional.pad(rows, (0, 1)) if self.inputs % 2 else rows.contiguous()
+        rows = rows.contiguous()
         out = torch.empty(len(rows), self.outputs, dtype=torch.float32, device="cpu")
         sizes = (len(rows), self.data.shape[1], len(self.data), self.outputs, threads())
         library().dots(ctypes.byref(_Dots(rows.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)))
