@@ -15,7 +15,7 @@ from paritygate.backend import BackendError, ServiceDown, connect, policy_gradie
 from paritygate.backend import connection as connections
 from paritygate.backend import contact as contacts
 from paritygate.backend.contact import Need, first_contact
-from paritygate.backend.holder import retry_after
+from paritygate.backend.retry_after import retry_after
 from paritygate.errors import BadInputError
 from tests.foreign_service import KEY, serving
 from tests.scripted_service import JUDGE, POLICY, USER, Script

@@ -1,6 +1,10 @@
 """The command: exit codes, one sentence for each bad input, results kept and resumed, and the files that it writes."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +16,11 @@ from paritygate import server
 from paritygate.server.sessions.checkpoints import Store
 from paritygate.service import receipt
 from paritygate.service.__main__ import main
+from paritygate.service.obligations import load
+from tests.counts import SOAK
 from tests.service.broken_services import accepting, answering, unused
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -235,3 +243,61 @@ def test_a_service_that_stops_half_way_is_gone_on_with(tmp_path: Path, capsys: A
     whole = json.loads(path.read_text())
     assert whole["complete"] is True
     assert whole["obligations"][: len(kept["obligations"])] == kept["obligations"]
+
+
+def test_ctrl_c_keeps_what_is_known_and_the_same_command_goes_on(
+    running: server.Running, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """One sentence and exit code 130, as everywhere; in the end the table is that of a proof without it."""
+    monkeypatch.setenv("TINKER_API_KEY", running.api_key)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "impl"))
+    path, whole = tmp_path / "p.json", tmp_path / "whole.json"
+    options = ["--base-url", running.base_url, "--only", "value", "--json"]
+    command = [sys.executable, "-m", "paritygate.service", *options, str(path)]
+    proof = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
+    while not path.exists() or len(json.loads(path.read_text())["obligations"]) < 2:
+        assert proof.poll() is None
+        time.sleep(0.01)
+    proof.send_signal(signal.SIGINT)
+    out, err = proof.communicate(timeout=60)
+    assert proof.returncode == 130
+    assert err.splitlines()[-1] == "paritygate.service: interrupted; the same command goes on from here."
+    assert "Traceback" not in out + err
+    kept = json.loads(path.read_text())
+    assert kept["complete"] is False
+    assert 2 <= len(kept["obligations"]) < 11
+    assert {file.name for file in tmp_path.iterdir()} == {"p.json", "p.html"}
+    assert running.service.trainers.models == {}
+    assert running.service.store.listed() == []  # nothing is left at the service, either
+
+    assert main([*options, str(path)]) == 0
+    assert f"what it has of {len(kept['obligations'])} obligations is kept" in capsys.readouterr().err
+    resumed = json.loads(path.read_text())["obligations"]
+    assert resumed[: len(kept["obligations"])] == kept["obligations"]
+    if SOAK:  # it costs as much again
+        assert main([*options, str(whole)]) == 0
+        assert table(resumed) == table(json.loads(whole.read_text())["obligations"])
+    assert [one["name"] for one in resumed] == [entry.name for entry in load().only(["value"]).entries]
+    assert {one["outcome"] for one in resumed} == {"holds"}
+
+
+def table(obligations: list[dict[str, Any]]) -> list[tuple[str, str, float]]:
+    """What does not depend on when it was measured."""
+    return [(one["name"], one["outcome"], one["bound"]) for one in obligations]
+
+
+def test_ctrl_c_before_anything_is_known(tmp_path: Path) -> None:
+    """A service that takes the connection and says nothing: the first question is what is interrupted."""
+    environment = os.environ | {"TINKER_API_KEY": "tml-test", "PYTHONPATH": str(ROOT / "impl")}
+    with accepting(closes=False) as url:
+        options = ["--base-url", url, "--json", str(tmp_path / "p.json")]
+        command = [sys.executable, "-m", "paritygate.service", *options]
+        proof = subprocess.Popen(command, env=environment, stderr=-1, text=True)
+        assert proof.stderr is not None
+        assert "about" in proof.stderr.readline()  # the price; then it asks for the service's health
+        time.sleep(0.5)
+        proof.send_signal(signal.SIGINT)
+        _, err = proof.communicate(timeout=30)
+    assert proof.returncode == 130
+    assert err == "paritygate.service: interrupted; the same command goes on from here.\n"
+    assert not list(tmp_path.iterdir())

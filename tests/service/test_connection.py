@@ -1,16 +1,22 @@
-"""A call without an answer ends, and so does what the SDK has running for it."""
+"""A call without an answer ends, and so does what the SDK has running for it; a busy service is left alone."""
 
 import threading
+import time
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 
+from paritygate.errors import BackendError
 from paritygate.service.checks import CHECKS
+from paritygate.service.client import Datum, Session
 from paritygate.service.connection import Connection, NoAnswer, with_limit
 from paritygate.service.lab import Lab
 from paritygate.service.obligations import load
 from paritygate.service.outcome import Measured
 from paritygate.service.runner import run_one
+from tests.foreign_service import KEY, Faults, ForeignService
+from tests.scripted_service import POLICY
 
 
 class Wrapped:
@@ -65,3 +71,42 @@ def test_the_second_showing_waits_for_twenty_times_the_slowest_call(monkeypatch:
     assert run_one(Lab(connection), entry, {}).outcome == "departs"
     assert limits == [60.0, 30.0]
     assert connection.limit == 60.0
+
+
+DATUM = Datum((5, 6, 7), np.array([6, 7, 8])).with_inputs(logprobs=[-1.0] * 3, advantages=[1.0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [("asample", 429), ("result:asample", 503), ("forward_backward", 503), ("result:forward_backward", 429)],
+)
+def test_a_service_that_says_when_to_come_back_is_left_alone_until_then(kind: str, code: int) -> None:
+    """The SDK asks for results again at once after 503, and for a sample after a second: here each comes twice."""
+    asked: list[float] = []
+
+    def status(request: str, number: int) -> int | None:
+        if request == kind:
+            asked.append(time.monotonic())
+        return code if request == kind and number < 1 else None
+
+    with ForeignService(faults=Faults(status=status, headers={"Retry-After": "1.5"})) as service:
+        connection = Connection(service.url, KEY, POLICY, limit=30.0)
+        with Session(connection) as session:
+            if "asample" in kind:
+                session.sampler().sample((5, 6, 7), 1, max_tokens=50, temperature=1.0, seed=1, stop=[248046])
+            else:
+                session.create(32, seed=1).forward_backward([DATUM], "importance_sampling")
+    assert len(asked) == 2
+    assert 1.49 <= asked[1] - asked[0] < 4
+
+
+def test_a_service_that_stays_busy_ends_the_proof_and_departs_from_nothing() -> None:
+    """It asks for an hour, of which a minute would be kept; the call's own limit comes first."""
+    faults = Faults(status=lambda kind, n: 429 if kind == "asample" else None, headers={"Retry-After": "3600"})
+    with ForeignService(faults=faults) as service:
+        connection = Connection(service.url, KEY, POLICY, limit=2.0)
+        with Session(connection) as session:
+            sampler = session.sampler()
+            with pytest.raises(BackendError, match=r"asks to be left alone .* sample had no answer within 2 s"):
+                sampler.sample((5, 6, 7), 1, max_tokens=50, temperature=1.0, seed=1, stop=[248046])
+        assert service.requests["asample"] == 1

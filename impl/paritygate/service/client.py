@@ -97,6 +97,9 @@ class Session:
             return service, service.holder  # the session itself is opened by the first use of the holder
 
         self.service, holder = connection.call("opening a session", open_it)
+        from paritygate.backend.retry_after import be_patient  # imports the SDK
+
+        be_patient(holder, connection.not_before)
         # Newer SDKs wait for minutes, without a word, where an account is without means (402): it is said at once.
         holder._should_pause_on_billing = lambda status, detail: False
 

@@ -93,6 +93,7 @@ class Connection:
     silent: int = 0  # calls in a row without an answer
     saved: list[str] = field(default_factory=list[str])
     limits_states: bool = True  # whether the service takes a time limit for what it saves, until it shows not
+    not_before: dict[str, float] = field(default_factory=dict[str, float])  # by path: when it may be asked again
 
     @property
     def tokens(self) -> int:
@@ -124,6 +125,12 @@ class Connection:
         except NoAnswer:
             self.silent += 1
             self.probe()
+            if max(self.not_before.values(), default=0.0) > started:
+                raise BackendError(
+                    f"{self.base_url} asks to be left alone (HTTP 429 or 503 with Retry-After), and {what} had no "
+                    f"answer within {seconds:g} s; a larger --limit waits for longer, and the same command goes on "
+                    "from here."
+                ) from None
             if self.silent >= 4 and limit is None:
                 raise BackendError(
                     f"{self.base_url} answers its health check and nothing else: {self.silent} calls in a row were "
