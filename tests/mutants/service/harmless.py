@@ -140,6 +140,14 @@ HARMLESS = (
         "if False:",
     ),
     Mutant(
+        "neighbouring-seeds-share-samples",
+        "sample i of seed s is drawn with seed s + i, as vLLM does it (design/092)",
+        "service",
+        LOOP,
+        "token = draw(logits_V, params, row.index, position)",
+        "token = draw(logits_V, __import__('dataclasses').replace(params, seed=params.seed + row.index), 0, position)",
+    ),
+    Mutant(
         "padded",
         "each pass is filled up to a multiple of 64 rows",
         "service",

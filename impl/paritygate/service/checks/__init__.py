@@ -1,8 +1,8 @@
-"""The checks, a module a group, two for sampling: each is a plain function of the lab that returns what it measured."""
+"""The checks, a module a group, two for sampling and optimiser: each is a plain function of the lab, and measures."""
 
 from collections.abc import Callable
 
-from paritygate.service.checks import draws, gradient, isolation, optimiser, sampling, state, sums, value, wire
+from paritygate.service.checks import draws, eps, gradient, isolation, optimiser, sampling, state, sums, value, wire
 from paritygate.service.lab import Lab
 from paritygate.service.outcome import Measured
 
@@ -12,6 +12,7 @@ CHECKS: dict[str, Check] = {
     **gradient.CHECKS,
     **sums.CHECKS,
     **optimiser.CHECKS,
+    **eps.CHECKS,
     **state.CHECKS,
     **sampling.CHECKS,
     **draws.CHECKS,

@@ -1,16 +1,21 @@
 """sampling, from which distribution: many draws against the logprobs, and what top_k and top_p leave."""
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from paritygate.service.checks.chi_square import chi_square
-from paritygate.service.checks.sampling import draw, nats, next_logprobs, trained
+from paritygate.service.checks.sampling import Trained, draw, nats, next_logprobs, trained
 from paritygate.service.client import Array
-from paritygate.service.lab import Lab
-from paritygate.service.outcome import Measured, Undecided
+from paritygate.service.connection import Refusal
+from paritygate.service.lab import Lab, f32
+from paritygate.service.outcome import CONTRAST, Measured, Undecided
+
+LARGE = 200  # of top_k: more than engines take by default, and fewer than a vocabulary has
 
 
 def _held_to(lab: Lab, right: float, wrong: float, what: str, **params: Any) -> Measured:
@@ -42,19 +47,122 @@ def omitted(lab: Lab) -> Measured:
 
 
 def temperature(lab: Lab) -> Measured:
-    """Draws at temperature 0.5."""
-    return _held_to(lab, 0.5, 1.0, "temperature 0.5", temperature=0.5, seed=6)
+    """Draws at temperature 0.5, and at 2."""
+    cold = _held_to(lab, 0.5, 1.0, "temperature 0.5", temperature=0.5, seed=6)
+    with contextlib.suppress(Undecided, Refusal):
+        hot = _hot(lab)
+        if hot.figure > 1 or (hot.figure > cold.figure and (hot.contrast or 0.0) >= CONTRAST):
+            return hot
+    return cold
+
+
+def _hot(lab: Lab) -> Measured:
+    """Draws at temperature 2 of the 8 likeliest tokens, where a step has made one of them by far the likeliest."""
+    datum, count = lab.datum(6, 64_000), 512
+    data = [datum.with_inputs(weights=f32(lab.weight * (np.arange(6) == 5)))]
+    with lab.session() as session:
+        trainer = session.restore(lab.warmed())
+        trainer.forward_backward(data)
+        trainer.step(**lab.adam)
+        t = Trained(trainer, lab.sampler_of(session, trainer), datum.tokens)
+        counts = Counter(s.tokens[0] for s in draw(lab, t, count, temperature=2.0, top_k=8, seed=9))
+        tokens = sorted(counts)
+        logprobs = dict(zip(tokens, next_logprobs(lab, t, tokens), strict=True))
+    figure = chi_square({token: counts[token] for token in tokens}, logprobs, 2.0, rest="none")
+    p = np.exp(np.array(list(logprobs.values())) / 2)
+    due = dict(zip(tokens, (count * p / p.sum()).tolist(), strict=True))
+    because = (
+        f"temperature 2, top_k 8: {count} draws of {len(tokens)} tokens have a chi-square of {figure:.2f} times its "
+        "critical value (p = 1e-7)"
+    )
+    return Measured(figure, because, chi_square(due, logprobs, 1.0, rest="none"))
+
+
+def sequences(lab: Lab) -> Measured:
+    """A second token has its own distribution after each first one: it is drawn anew, not with the first one's luck.
+
+    top_k leaves few first tokens, so that the second of each are many. The contrast is one random number for both, in
+    the order of ids or of probabilities.
+    """
+    t = trained(lab)
+    pairs = [s.tokens for s in draw(lab, t, 512, max_tokens=2, top_k=4, seed=11) if len(s.tokens) == 2]
+    counted = Counter(pair[0] for pair in pairs).most_common(4)
+    firsts = dict(zip([k for k, _ in counted], next_logprobs(lab, t, [k for k, _ in counted]), strict=True))
+    each: list[tuple[float, float, int]] = []
+    for first, count in counted:
+        counts = Counter(pair[1] for pair in pairs if pair[0] == first)
+        tokens, after = sorted(counts), replace(t, prompt=(*t.prompt, first))
+        logprobs = dict(zip(tokens, next_logprobs(lab, after, tokens), strict=True))
+        with contextlib.suppress(Undecided):
+            figure = chi_square({token: counts[token] for token in tokens}, logprobs, 1.0, rest="seen")
+            wrong = [{k: count * share for k, share in _with(firsts, first, logprobs, key).items()} for key in ORDERS]
+            each.append((figure, min(chi_square(due, logprobs, 1.0, rest="seen") for due in wrong), first))
+    if not each:
+        raise Undecided("after no first token are there seconds enough")
+    figure, contrast, first = max([one for one in each if one[1] >= CONTRAST] or each)
+    because = (
+        f"of 512 samples of two tokens the second ones, after {first} and {len(each) - 1} others, have a chi-square of "
+        f"{figure:.2f} times its critical value (p = 1e-7)"
+    )
+    return Measured(figure, because, contrast)
+
+
+ORDERS: tuple[Callable[[tuple[int, float]], float], ...] = (lambda pair: pair[0], lambda pair: -pair[1])
+
+
+def _with(
+    firsts: Mapping[int, float], first: int, seconds: Mapping[int, float], order: Callable[[tuple[int, float]], float]
+) -> dict[int, float]:
+    """The share of each second token where the number that drew `first` draws it, too; arguments are logprobs."""
+
+    def ends(logprobs: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+        ranked = sorted(logprobs.items(), key=order)
+        total = np.cumsum(np.exp([value for _, value in ranked]))
+        below = np.concatenate([[0.0], total[:-1]])
+        return {k: (low / total[-1], high / total[-1]) for (k, _), low, high in zip(ranked, below, total, strict=True)}
+
+    low, high = ends(firsts)[first]
+    return {k: max(min(high, b) - max(low, a), 0.0) / (high - low) for k, (a, b) in ends(seconds).items()}
 
 
 def top_k(lab: Lab) -> Measured:
-    """top_k: no token outside the k likeliest, and all of them."""
+    """top_k: no token outside the k likeliest, and all of them; k = 1 and a large k among them."""
 
     def choose(gaps: Array, p: Array) -> tuple[int, dict[str, Any]]:
         del p
         last = 2 + int(np.argmax(gaps[2:9]))
         return last, {"top_k": last + 1}
 
-    return _support(lab, choose, least=lambda gaps, last: gaps[last])
+    cut = _support(lab, choose, least=lambda gaps, last: gaps[last])
+    with contextlib.suppress(Refusal):  # a bound on top_k
+        if not cut.figure:
+            return _one_and_many(lab, cut)
+    return cut
+
+
+def _one_and_many(lab: Lab, cut: Measured) -> Measured:
+    """`cut`, and what top_k = 1 draws beside the likeliest token, and a large top_k beyond the 50 likeliest.
+
+    Some engines take 1 for none, and 50 where nothing is asked for or for the most that may be.
+    """
+    t = trained(lab)
+    drawn, one, many = (
+        Counter(s.tokens[0] for s in draw(lab, t, count, temperature=1.0, seed=seed, **params))
+        for count, seed, params in ((512, 7, {}), (16, 10, {"top_k": 1}), (256, 12, {"top_k": LARGE}))
+    )
+    tokens = sorted({*drawn, *one, *many})
+    values = dict(zip(tokens, next_logprobs(lab, t, tokens), strict=True))
+    order = sorted(tokens, key=lambda token: -values[token])
+    tied = max(0.02, 2 * nats(lab))
+    behind = sum(count for token, count in one.items() if values[token] < values[order[0]] - tied)
+    due = 256 * (1 - float(np.exp([values[token] for token in order[:50]]).sum()))
+    beyond = sum(count for token, count in many.items() if token not in order[:50])
+    lost = due > 40 and beyond < due - 6 * np.sqrt(due)
+    because = (
+        f"{cut.because}; with top_k=1 {behind} of 16 are not the likeliest; with top_k={LARGE} {beyond} of 256 draws "
+        f"lie beyond the 50 likeliest, {due:.0f} are expected"
+    )
+    return replace(cut, figure=float(behind + lost), because=because)
 
 
 def top_p(lab: Lab) -> Measured:
@@ -101,6 +209,7 @@ def _support(lab: Lab, choose: Callable[[Array, Array], tuple[int, dict[str, Any
 CHECKS = {
     "sampling/distribution": distribution,
     "sampling/temperature": temperature,
+    "sampling/sequences": sequences,
     "sampling/top_k": top_k,
     "sampling/top_p": top_p,
     "sampling/omitted": omitted,

@@ -158,6 +158,26 @@ def _multiple(lab: Lab, data: Sequence[Datum], weights: Sequence[Array], got: Mo
     return f"the nearest is {nearest:.3g} times the weights, {least:.2g} off"
 
 
+def positions(lab: Lab) -> Measured:
+    """Weight on one position alone raises its logprob: the first has a gradient, the last, and those between."""
+    datum = lab.datum(4 if lab.small else 16, 16_000)
+    count = len(datum.tokens)
+    places = sorted({0, 1, count // 2, count - 1})
+    before = lab.logprobs([datum])[0]
+    seen, rises = max(1e-3, 10 * lab.noise.logprob), dict[int, float]()
+    with lab.session() as session:
+        for place in places:
+            weighted = [datum.with_inputs(weights=f32(lab.weight * (np.arange(count) == place)))]
+            trainer = session.restore(lab.warmed())
+            trainer.forward_backward(weighted)
+            trainer.step(**lab.adam)
+            rises[place] = float((trainer.forward(weighted).logprobs[0] - before)[place])
+    still = [place for place, rise in rises.items() if not rise > seen]
+    each = ", ".join(f"{place}: {rise:+.3g}" for place, rise in rises.items())
+    because = f"a step on one position of {count} alone changes its logprob by (nats) {each}"
+    return Measured(float(len(still)), because)
+
+
 def masked(lab: Lab) -> Measured:
     """An episode: advantage 0 and no sampler logprob on what others said, which adds nothing beside the actions."""
     whole, _ = lab.policy_data("importance_sampling", lab.weight)
@@ -278,6 +298,7 @@ CHECKS = {
     "gradient/ppo_defaults": partial(policy_defaults, loss="ppo", defaults=(PPO_DEFAULTS,)),
     "gradient/cispo_defaults": partial(policy_defaults, loss="cispo", defaults=CISPO_DEFAULTS),
     "gradient/custom": custom,
+    "gradient/positions": positions,
     "gradient/masked": masked,
     "gradient/zero": zero,
     "gradient/forward_leaves_nothing": forward_leaves_nothing,

@@ -11,8 +11,7 @@ from paritygate.service.connection import Broken, Refusal
 from paritygate.service.lab import Lab, Moved, scale_of
 from paritygate.service.outcome import CONTRAST, Measured, Undecided
 
-USED_UP = (1.0, 0.0)  # the second has no gradient: nothing is said about the step of another gradient
-EPS_BETAS = (0.5, 0.9)  # a small correction of the second moment: eps before it would be more than twice as large
+BETAS = (0.5, 0.9)
 SDK_BETAS = (0.9, 0.95)
 OTHER_BETAS = (0.5, 0.6)
 # Gradients, in units of the first: a larger one against it, so that beta1 decides much; a smaller one, after which the
@@ -33,9 +32,10 @@ def _data(lab: Lab) -> list[Datum]:
     return lab.weighted(lab.data(2, 16, salt=7))
 
 
-def _several_gradients(
+def several_gradients(
     lab: Lab, session: Session, betas: tuple[float, float], factors: Sequence[float], **adam: float
 ) -> Moved:
+    """The arm whose last step follows gradients that are `factors` times one, the others at NO_STEP."""
     batches = [[d.with_inputs(weights=k * d.inputs["weights"]) for d in _data(lab)] for k in factors]
     settings = {**lab.adam, "beta1": betas[0], "beta2": betas[1], **adam}
 
@@ -48,9 +48,10 @@ def _several_gradients(
     return lab.arm(session, send, **settings)
 
 
-def _memoryless(
+def memoryless(
     lab: Lab, session: Session, betas: tuple[float, float], factors: Sequence[float], *, rate: float, eps: float
 ) -> Moved:
+    """The arm of one memoryless step that has to be the same: with rate m / sqrt(v) and eps / sqrt(v)."""
     m, v = moments(*betas, factors)
     data = [d.with_inputs(weights=np.sign(m) * d.inputs["weights"]) for d in _data(lab)]
     return lab.arm(
@@ -66,53 +67,14 @@ def both_betas(lab: Lab) -> Measured:
     each: list[Measured] = []
     for factors in (OPPOSED, SLOWLY if betas[1] >= 0.9 else FALLING):
         with lab.session() as session:
-            got = _several_gradients(lab, session, betas, factors, learning_rate=rate)
-            want = _memoryless(lab, session, betas, factors, rate=rate, eps=eps)
-            wrong = _memoryless(lab, session, others, factors, rate=rate, eps=eps)
+            got = several_gradients(lab, session, betas, factors, learning_rate=rate)
+            want = memoryless(lab, session, betas, factors, rate=rate, eps=eps)
+            wrong = memoryless(lab, session, others, factors, rate=rate, eps=eps)
             gap, seen = lab.distance(got, want), lab.distance(wrong, want)
             because = f"betas {betas}, gradients {factors}: the step is {gap:.3g} (relative) from Adam's"
             each.append(Measured(gap, f"{because}; betas {others} would be {seen:.3g} off", seen, lab.step_noise(want)))
     telling = [m for m in each if m.contrast is not None and m.contrast >= CONTRAST * max(m.noise, 0.005)]
     return max(telling or each[:1], key=lambda measured: measured.figure / max(measured.noise, 0.005))
-
-
-def eps(lab: Lab) -> Measured:
-    """eps is added after the root of the corrected second moment: the same equality, where eps is what is large.
-
-    After a gradient and none moments are multiples of it, so that no gradient is compared with k times it, which is the
-    same step with k eps only if eps is where it belongs.
-    """
-    if lab.mixed:
-        return _eps_ignored(lab)
-    size = min(8 * lab.adam["eps"], EPS_LIMIT)
-    rate = min(4 * lab.adam["learning_rate"], 9.0)
-    with lab.session() as session:
-        got = _several_gradients(lab, session, EPS_BETAS, USED_UP, eps=size, learning_rate=rate)
-        want = _memoryless(lab, session, EPS_BETAS, USED_UP, rate=rate, eps=size)
-        # Added before the bias correction of the second moment, as some libraries do.
-        wrong = _memoryless(lab, session, EPS_BETAS, USED_UP, rate=rate, eps=size / np.sqrt(1 - EPS_BETAS[1] ** 2))
-        gap, seen = lab.distance(got, want), lab.distance(wrong, want)
-    because = f"with eps {size:.3g} the step is {gap:.3g} (relative) from Adam's; before the correction: {seen:.3g}"
-    return Measured(gap, because, seen, lab.step_noise(want))
-
-
-def _eps_ignored(lab: Lab) -> Measured:
-    """Where no eps that is taken makes a step smaller: does eps = 1 do nothing to a gradient that is far below 1?"""
-    tiny = lab.weighted(lab.data(2, 16, salt=7), 1e-4 * lab.weight)
-    with lab.session() as session:
-        trainers = [session.restore(lab.warmed()) for _ in range(2)]
-        for trainer, eps in zip(trainers, (EPS_LIMIT, lab.adam["eps"]), strict=True):
-            trainer.forward_backward(tiny)
-            try:
-                trainer.step(**{**lab.adam, "eps": eps})
-            except Refusal:
-                raise Undecided("the service takes only a tiny eps") from None
-        large, small = (lab.change(trainer) for trainer in trainers)
-    factor = large.rms / small.rms if small.rms > 0 else 0.0
-    because = f"with weights of {1e-4 * lab.weight:.1g} the step with eps 1 is {factor:.3g} times that with a tiny eps"
-    if factor < 0.5:
-        raise Undecided(f"the service takes only a tiny eps where checks need one; {because}")
-    return Measured(factor, f"{because}: eps has no effect")
 
 
 def learning_rate(lab: Lab) -> Measured:
@@ -154,7 +116,7 @@ def decay(lab: Lab) -> Measured:
 def _decay_before_the_step(lab: Lab) -> Measured:
     """Half of the weights, then a step: the decay in the step's call, or in one before it. Both use one gradient."""
     data, weightless = _data(lab), lab.weighted(lab.data(1, 4, salt=14), 0.0)
-    rate, adam = lab.adam["learning_rate"], {**lab.adam, "beta1": EPS_BETAS[0], "beta2": EPS_BETAS[1]}
+    rate, adam = lab.adam["learning_rate"], {**lab.adam, "beta1": BETAS[0], "beta2": BETAS[1]}
     tiny = 1e-5 * rate
 
     def half(session: Session, first: float, second: float, rate: float) -> Moved:
@@ -189,6 +151,30 @@ def decay_all(lab: Lab) -> Measured:
     because = f"where the weights are 0.1 instead of 0.2 of what they were, the adapter adds {factor:.4g} times as much"
     noise = 6 * lab.noise.logprob / max(float(np.sqrt(np.mean(once**2))), 1e-30)
     return Measured(abs(4 * factor - 1), because, 1.0, noise)
+
+
+def both_matrices(lab: Lab) -> Measured:
+    """A and B both learn: lr * weight_decay = 1 leaves of each its step alone, and their product is what is seen."""
+    data, rate = _data(lab), lab.adam["learning_rate"]
+    bound, moved = max(0.01, 10 * lab.noise.logprob), 0.0
+    with lab.session() as session:
+        base = lab.change(session.create(lab.settings.rank, seed=12)).change
+        while True:
+            trainer = session.restore(lab.warmed())
+            trainer.forward_backward(data)
+            try:
+                trainer.step(**{**lab.adam, "learning_rate": rate, "weight_decay": 1 / rate})
+            except Refusal as error:
+                raise Undecided(f"a weight_decay of {1 / rate:.3g} is not taken: {error}") from None
+            moved = float(np.abs(lab.change(trainer).change - base).max())
+            if moved > bound or rate >= 9.0:
+                break
+            rate = min(8 * rate, 9.0)
+    because = (
+        f"a step with learning rate {rate:.3g} from weights that have decayed to nothing moves the base model by "
+        f"{moved:.3g} nats: without a gradient of A or of B it would by 0"
+    )
+    return Measured(float(not moved > bound), because)
 
 
 def clip_off(lab: Lab) -> Measured:
@@ -269,17 +255,13 @@ def _solve_norm(lab: Lab) -> float:
     return c / f
 
 
-def absolute(lab: Lab) -> Measured:
-    """A small step along the gradient lowers the loss by lr / eps |g|^2: no factor is hidden in the gradient.
+def fall(lab: Lab, data: Sequence[Datum], rate: float, eps: float) -> float:
+    """How far a memoryless step lowers the loss of `data`.
 
-    The even powers of the step cancel between both directions, the third between two sizes.
+    It is half of what a step along the gradient and one against it differ by: even powers of the step cancel.
     """
-    if lab.mixed:
-        raise Undecided("the service takes only a tiny eps")
-    data, norm, eps = _data(lab), gradient_norm(lab), EPS_LIMIT
-    rate = min(3.0, 110 * lab.adam["learning_rate"])
 
-    def loss(sign: float, rate: float) -> float:
+    def loss(sign: float) -> float:
         signed = [d.with_inputs(weights=sign * d.inputs["weights"]) for d in data]
         with lab.session() as session:
             trainer = session.restore(lab.warmed())
@@ -288,7 +270,20 @@ def absolute(lab: Lab) -> Measured:
             logprobs = trainer.forward(data).logprobs
         return -sum(float((d.inputs["weights"] * p).sum()) for d, p in zip(data, logprobs, strict=True))
 
-    whole, half = ((loss(-1.0, size) - loss(1.0, size)) / 2 for size in (rate, rate / 2))
+    return (loss(-1.0) - loss(1.0)) / 2
+
+
+def absolute(lab: Lab) -> Measured:
+    """A small step along the gradient lowers the loss by lr / eps |g|^2: no factor is hidden in the gradient.
+
+    The third power of the step cancels between two sizes.
+    """
+    if lab.mixed:
+        raise Undecided("the service takes only a tiny eps")
+    data, norm, eps = _data(lab), gradient_norm(lab), EPS_LIMIT
+    rate = min(3.0, 110 * lab.adam["learning_rate"])
+
+    whole, half = (fall(lab, data, size, eps) for size in (rate, rate / 2))
     fallen = (8 * half - whole) / 3
     factor = norm**2 * rate / eps / fallen if fallen > 0 else np.inf
     weights = np.concatenate([d.inputs["weights"] for d in data])
@@ -337,11 +332,11 @@ def zero_step(lab: Lab) -> Measured:
 
 CHECKS = {
     "optimiser/betas": both_betas,
-    "optimiser/eps": eps,
     "optimiser/learning_rate": learning_rate,
     "optimiser/decay": decay,
     "optimiser/decay_twice": decay_twice,
     "optimiser/decay_all": decay_all,
+    "optimiser/both_matrices": both_matrices,
     "optimiser/clip_off": clip_off,
     "optimiser/clip": clip,
     "gradient/absolute": absolute,

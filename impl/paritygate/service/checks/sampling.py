@@ -1,5 +1,6 @@
 """sampling: what is drawn, from which distribution, and the logprobs that come with it."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,6 +78,17 @@ def three_ways(lab: Lab) -> Measured:
             worst, which = (gap, name) if gap > worst else (worst, which)
     because = f"{which} logprobs are {worst:.3g} nats from forward's"
     return Measured(worst, because, contrast, nats(lab))
+
+
+def base_model(lab: Lab) -> Measured:
+    """A sampler of the base model has no adapter, whatever others were loaded: it scores as an adapter that is new."""
+    t, prompt = trained(lab), lab.tokens(10, 63)
+    got = lab.long.sampler().logprobs(prompt)[1 - len(prompt) :]  # a service may leave the leading None out
+    want, other = (
+        forward_logprobs(trainer, prompt) for trainer in (lab.long.create(lab.settings.rank, seed=12), t.trainer)
+    )
+    gap, contrast = (float(np.abs(values - want).max()) for values in (got, other))
+    return Measured(gap, f"the base model's scores are {gap:.3g} nats from a new adapter's", contrast, nats(lab))
 
 
 def prompt_logprobs(lab: Lab) -> Measured:
@@ -157,15 +169,15 @@ def temperature_logprobs(lab: Lab) -> Measured:
 # ---------------------------------------------------------------------- draws
 
 
-def draw(lab: Lab, t: Trained, count: int, **params: Any) -> list[Any]:
-    """`count` samples of one token; a seed is counted up from request to request."""
+def draw(lab: Lab, t: Trained, count: int, *, max_tokens: int = 1, **params: Any) -> list[Any]:
+    """`count` samples, of one token by default; a seed is counted up from request to request."""
     sequences: list[Any] = []
     while len(sequences) < count:
         part = min(BATCH, count - len(sequences))
         asked = dict(params)
         if "seed" in asked:
             asked["seed"] = params["seed"] * 1_000_003 + len(sequences)
-        answer = t.sampler.sample(t.prompt, part, max_tokens=1, stop=[], **asked)
+        answer = t.sampler.sample(t.prompt, part, max_tokens=max_tokens, stop=[], **asked)
         got = [sequence for sequence in answer.sequences if sequence.tokens]
         if not got:
             raise Undecided("sample returned no tokens")
@@ -221,13 +233,17 @@ def seed_repeats(lab: Lab) -> Measured:
     """One seed twice gives the same samples, other seeds others; noise may turn a few draws."""
     t = trained(lab)
     far = 21 + MULTIPLE
-    first, *others = (
+    first, again, near, distant, zero, zeros = (
         _sequences(t.sampler.sample(t.prompt, 48, max_tokens=1, temperature=1.0, seed=s, stop=[]))
-        for s in (21, 21, 22, far)
+        for s in (21, 21, 22, far, 0, 0)  # some take a seed of 0 for none
     )
-    changed, near, other = (float(np.mean([a != b for a, b in zip(first, s, strict=True)])) for s in others)
-    contrast = min(near, other)
-    because = f"seed 21 twice: {changed:.0%} of 48 draws differ; seeds 21 and 22: {near:.0%}; 21 and {far}: {other:.0%}"
+    pairs = ((first, again), (zero, zeros), (first, near), (first, distant))
+    one, nought, near, other = (float(np.mean([a != b for a, b in zip(*pair, strict=True)])) for pair in pairs)
+    changed, contrast = max(one, nought), min(near, other)
+    because = (
+        f"seed 21 twice: {one:.0%} of 48 draws differ; seed 0 twice: {nought:.0%}; seeds 21 and 22: {near:.0%}; "
+        f"21 and {far}: {other:.0%}"
+    )
     if contrast < 0.2:
         return Measured(1.0, f"{because}: the seed has no effect")
     return Measured(changed, because, contrast)
@@ -239,6 +255,26 @@ def seed_distinct(lab: Lab) -> Measured:
     samples = _sequences(t.sampler.sample(t.prompt, 6, max_tokens=12, temperature=1.0, seed=23, stop=[]))
     repeated = len(samples) - len(set(samples))
     return Measured(float(repeated), f"{repeated} of {len(samples)} samples of one seeded request repeat another")
+
+
+def seed_neighbours(lab: Lab) -> Measured:
+    """Whether requests with neighbouring seeds share samples, as where sample i of seed s is drawn with seed s + i.
+
+    The SDK's page says "random seed for reproducible generation" and nothing of two seeds, and vLLM numbers samples so
+    (v1/engine/parallel_sampling.py): samples that are shared are told, and are no departure.
+    """
+    t = trained(lab)
+    first, second = (
+        _sequences(t.sampler.sample(t.prompt, 6, max_tokens=12, temperature=1.0, seed=s, stop=[])) for s in (23, 24)
+    )
+    shared = sum(sample in first for sample in second)
+    because = f"{shared} of 6 samples of seed 24 are samples of seed 23"
+    if shared:
+        raise Undecided(
+            f"{because}, too: no page says that they may not be, but draws of one seed and of the next are not "
+            "independent here; seeds need to be further apart than num_samples"
+        )
+    return Measured(0.0, because)
 
 
 def unseeded(lab: Lab) -> Measured:
@@ -325,37 +361,63 @@ def stop_none(lab: Lab) -> Measured:
 def stop_string(lab: Lab) -> Measured:
     """Any of two stop strings ends samples early, with the reason stop, at the token that completes it."""
     t = trained(lab)
-    ended = 0
+    tokenizer = _tokenizer(t)
     for text in ("e", "a", " ", "t", "\n", "1"):
-        answer = t.sampler.sample(t.prompt, 8, max_tokens=32, temperature=1.0, seed=28, stop=[NEVER, text])
-        wrong: list[str] = []
-        for sequence in answer.sequences:
-            ended += sequence.stopped
-            decoded = _decoded(t, sequence.tokens)
-            if decoded is None:
-                continue
-            before = _decoded(t, sequence.tokens[:-1]) or ""
-            if text in before or sequence.stopped != (text in decoded):
-                wrong.append(decoded)
-        if wrong:
-            return Measured(
-                float(len(wrong)), f"stop={[NEVER, text]}: {len(wrong)} of 8 samples end elsewhere, as {wrong[0]!r}"
-            )
-        if ended:
-            return Measured(0.0, f"stop={[NEVER, text]} ended {ended} of 8 samples early")
-    raise Undecided(
-        "no short string ended a sample, and the model's tokenizer is not at hand to say whether one was due"
-    )
+        ended, wrong = _stopped_by(t, text, tokenizer)
+        if wrong or ended:
+            break
+    else:
+        raise Undecided(
+            "no short string ended a sample, and the model's tokenizer is not at hand to say whether one was due"
+        )
+    across = "" if wrong or tokenizer is None else _between_tokens(t, tokenizer)
+    if across:
+        text, (ended, wrong) = across, _stopped_by(t, across, tokenizer)
+    if wrong:
+        return Measured(
+            float(len(wrong)), f"stop={[NEVER, text]}: {len(wrong)} of 8 samples end elsewhere, as {wrong[0]!r}"
+        )
+    return Measured(0.0, f"stop={[NEVER, text]} ended {ended} of 8 samples early")
 
 
-def _decoded(t: Trained, tokens: Sequence[int]) -> str | None:
-    """The sample as text where the service names a tokenizer in a local folder: nothing is downloaded."""
-    import os
+def _stopped_by(t: Trained, text: str, tokenizer: Any) -> tuple[int, list[str]]:
+    """How many of 8 samples end with the reason stop, and those that end elsewhere than where `text` is complete.
 
+    Strings come on top of the model's end tokens, which are special tokens.
+    """
+    samples = t.sampler.sample(t.prompt, 8, max_tokens=32, temperature=1.0, seed=28, stop=[NEVER, text]).sequences
+    wrong: list[str] = []
+    for sample in samples:
+        if tokenizer is None:
+            continue
+        decoded, before = (tokenizer.decode(list(tokens)) for tokens in (sample.tokens, sample.tokens[:-1]))
+        other = sample.stopped and text not in decoded and sample.tokens[-1] not in tokenizer.all_special_ids
+        if text in before or other or (text in decoded and not sample.stopped):
+            wrong.append(decoded)
+    return sum(sample.stopped for sample in samples), wrong
+
+
+def _between_tokens(t: Trained, tokenizer: Any) -> str:
+    """Two characters of these samples, where nothing stops them, in two tokens; empty where there are none."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens)))
+
+    for sequence in t.sampler.sample(t.prompt, 8, max_tokens=32, temperature=1.0, seed=28, stop=[NEVER]).sequences:
+        for place in range(4, len(sequence.tokens) - 1):
+            one, other = (decode([token]) for token in sequence.tokens[place : place + 2])
+            text = one[-1:] + other[:1]
+            inside = text in one or text in other or text in decode(sequence.tokens[:place])
+            plain = len(text) == 2 and text.isascii() and text.isprintable()
+            if plain and not inside and text in decode(sequence.tokens[: place + 2]):
+                return text
+    return ""
+
+
+def _tokenizer(t: Trained) -> Any:
+    """The model's tokenizer where the service names one in a local folder, else None: nothing is downloaded."""
     folder = str(getattr(t.trainer.info().model_data, "tokenizer_id", "") or "")
-    if not os.path.isdir(folder):
-        return None
-    return str(t.trainer.client.get_tokenizer().decode(list(tokens)))
+    return t.trainer.client.get_tokenizer() if os.path.isdir(folder) else None
 
 
 CHECKS = {
@@ -364,11 +426,13 @@ CHECKS = {
     "sampling/greedy": greedy,
     "sampling/seed_repeats": seed_repeats,
     "sampling/seed_distinct": seed_distinct,
+    "sampling/seed_neighbours": seed_neighbours,
     "sampling/unseeded": unseeded,
     "sampling/counts": counts,
     "sampling/stop_token": stop_token,
     "sampling/stop_none": stop_none,
     "sampling/stop_string": stop_string,
+    "sampling/base_model": base_model,
     "sampling/prompt_logprobs": prompt_logprobs,
     "sampling/topk_logprobs": topk_logprobs,
 }

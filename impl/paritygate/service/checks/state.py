@@ -197,6 +197,37 @@ def flags_restored(lab: Lab) -> Measured:
     return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
 
 
+def rank(lab: Lab) -> Measured:
+    """An adapter has the rank that was asked for, no less: the change of logits that it can make has it.
+
+    With train_unembed alone the hidden states stay, and the change of N x K logprobs, up to a constant a position, is a
+    matrix of the adapter's rank. Rounding adds small singular values; only a gap in them says where the rank ends.
+    """
+    asked = lab.settings.rank
+    ids = np.arange(lab.settings.low, min(lab.settings.high, lab.settings.low + asked + 8))
+    if len(ids) <= asked:
+        raise Undecided(f"{len(ids)} ids are too few to see rank {asked}")
+    count = asked // 20 + 2
+    data = [lab.datum(24, 37_000 + index) for index in range(count)]
+    wide = [Datum(d.tokens, np.tile(ids, (24, 1)), {"weights": np.zeros((24, len(ids)))}) for d in data]
+    with lab.session() as session:
+        trainer = session.create(asked, seed=13, train_attn=False, train_mlp=False)
+        before = np.concatenate(trainer.forward(wide).logprobs)
+        trainer.forward_backward(lab.weighted(data))
+        trainer.step(**lab.adam)
+        change = np.concatenate(trainer.forward(wide).logprobs) - before
+    sizes = np.linalg.svd(change - change.mean(1, keepdims=True), compute_uv=False)
+    floor = (1e-6 + 3 * lab.noise.logprob) * (np.sqrt(change.shape[0]) + np.sqrt(change.shape[1]))
+    if not sizes[0] > 1000 * floor:
+        raise Undecided(f"the change of {change.size} logprobs is too small to see its rank: {sizes[0]:.3g}")
+    seen = int((sizes[:asked] > 10 * floor).sum())
+    because = f"the change of logprobs by train_unembed alone has rank {seen}{'' if seen < asked else ' or more'}"
+    because = f"{because}; rank {asked} was asked for"
+    if seen < asked and not sizes[seen - 1] > 30 * sizes[seen]:
+        raise Undecided(f"{because}, and its singular values fade: {sizes[seen - 1]:.2g}, {sizes[seen]:.2g}")
+    return Measured(float(asked - seen), because)
+
+
 def seed(lab: Lab) -> Measured:
     """The seed decides the adapter's start: equal seeds step equally, and another seed does not."""
     with lab.session() as session:
@@ -209,11 +240,12 @@ def seed(lab: Lab) -> Measured:
 
         first, again = step(7), step(7)
         others = {number: lab.distance(step(number), first) for number in (99, 7 + MULTIPLE)}
-        gap, seen = lab.distance(again, first), min(others.values())
+        zero = lab.distance(step(0), step(0))  # which some take for none
+        gap, seen = max(lab.distance(again, first), zero), min(others.values())
     if not seen > 4 * max(0.0002, lab.step_noise(first)):
         other = min(others, key=others.__getitem__)
         return Measured(1.0, f"seeds 7 and {other} give the same first step ({seen:.3g} apart, relative): no effect")
-    because = f"one seed twice: first steps {gap:.3g} (relative) apart; two seeds: {seen:.3g}"
+    because = f"one seed twice: first steps {gap:.3g} (relative) apart (seed 0: {zero:.3g}); two seeds: {seen:.3g}"
     return Measured(gap, because, seen, lab.step_noise(first))
 
 
@@ -273,6 +305,7 @@ CHECKS = {
     "state/names_apart": names_apart,
     "state/flags": flags,
     "state/flags_restored": flags_restored,
+    "state/rank": rank,
     "state/seed": seed,
     "state/pending_gradient": pending_gradient,
     "state/load_in_a_run": load_in_a_run,

@@ -18,13 +18,18 @@ def _same(
     one: Callable[[Trainer], object],
     other: Callable[[Trainer], object],
     wrong: Callable[[Trainer], object],
+    weights_noise: float = 0.0,
 ) -> Measured:
-    """Compare two arms that are equal by right, and a third that is not."""
+    """Compare two arms that are equal by right, and a third that is not.
+
+    weights_noise: as of `Lab.step_noise`.
+    """
     with lab.session() as session:
         first, second = lab.arm(session, one), lab.arm(session, other)
         contrast = lab.arm(session, wrong)
         gap, seen = lab.distance(first, second), lab.distance(contrast, second)
-    return Measured(gap, f"{what}: the steps differ by {gap:.3g} (relative)", seen, lab.step_noise(second))
+    because = f"{what}: the steps differ by {gap:.3g} (relative)"
+    return Measured(gap, because, seen, lab.step_noise(second, weights_noise))
 
 
 def _scaled(data: Sequence[Datum], factor: float) -> list[Datum]:
@@ -32,14 +37,45 @@ def _scaled(data: Sequence[Datum], factor: float) -> list[Datum]:
 
 
 def duplicate(lab: Lab) -> Measured:
-    """The same datum twice is the datum with doubled weights."""
+    """The same datum twice is the datum with doubled weights, those above 1 as well."""
     data = lab.weighted(lab.data(2, 12, salt=30))
-    return _same(
+    twice = _same(
         lab,
         "each datum twice, and once with doubled weights",
         lambda t: t.forward_backward([*data, *data]),
         lambda t: t.forward_backward(_scaled(data, 2.0)),
         lambda t: t.forward_backward(data),
+    )
+    large = lab.weighted(data, 1.0)  # up to 1; twice that the step is the same size, and no longer the same direction
+    bounded = [d.with_inputs(weights=np.minimum(2 * d.inputs["weights"], 1.0)) for d in large]
+    above = _same(
+        lab,
+        "each datum twice, and once with weights of up to 2",
+        lambda t: t.forward_backward(_scaled(large, 2.0)),
+        lambda t: t.forward_backward([*large, *large]),
+        lambda t: t.forward_backward(bounded),
+    )
+    return max(twice, above, key=lambda measured: measured.figure / max(measured.noise, 0.005))
+
+
+def losses(lab: Lab) -> Measured:
+    """Calls with two losses before one step add up, as calls with one do."""
+    first = lab.weighted(lab.data(1, 12, salt=36))
+    data, _ = lab.policy_data("importance_sampling", lab.weight)
+    oracles = lab.oracles("importance_sampling", data, lab.logprobs(data), {})
+    oracle = [d.with_inputs(weights=f32(o.weights)) for d, o in zip(data, oracles, strict=True)]
+
+    def two(trainer: Trainer) -> None:
+        trainer.forward_backward(first)
+        trainer.forward_backward(data, "importance_sampling")
+
+    return _same(
+        lab,
+        "cross_entropy and then importance_sampling, and both by cross_entropy",
+        two,
+        lambda t: t.forward_backward([*first, *oracle]),
+        lambda t: t.forward_backward(oracle),
+        1.5 * lab.noise.logprob,
     )
 
 
@@ -181,6 +217,7 @@ def long(lab: Lab) -> Measured:
 CHECKS = {
     "sums/duplicate": duplicate,
     "sums/split": split,
+    "sums/losses": losses,
     "sums/permuted": permuted,
     "sums/alone": alone,
     "sums/ragged_logprobs": ragged_logprobs,

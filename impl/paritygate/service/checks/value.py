@@ -16,8 +16,8 @@ POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 
 
 def weighted_data(lab: Lab) -> list[Datum]:
-    """cross_entropy with fractional, negative and zero weights."""
-    pattern = np.array([0.25, -1.5, 0.0, 1.0, 0.7])
+    """cross_entropy with fractional, negative and zero weights, and some above 1."""
+    pattern = np.array([0.25, -1.5, 0.0, 1.0, 2.5, 0.7])
     return [d.with_inputs(weights=f32(np.resize(pattern, len(d.tokens)))) for d in lab.data(2, 16, salt=10)]
 
 
