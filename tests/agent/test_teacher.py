@@ -10,7 +10,17 @@ import pytest
 from paritygate.agent import Limits, run_episode
 from paritygate.agent.judge import DIMENSIONS
 from paritygate.agent.prompt import full
-from paritygate.agent.teacher import AGAIN, FEEDBACK, FEEDBACK_SUCCESS, SOLUTION, teacher_context, teacher_logprobs
+from paritygate.agent.teacher import (
+    AGAIN,
+    CUT,
+    FEEDBACK,
+    FEEDBACK_SUCCESS,
+    SOLUTION,
+    _Block,
+    _shortened,
+    teacher_context,
+    teacher_logprobs,
+)
 from tests.agent.fakes import TOOLS, Script, Store, Talker, in_order, phrase, planted
 from tests.counts import soak
 
@@ -162,6 +172,36 @@ def test_what_a_sibling_or_judge_wrote_adds_no_control_token_to_the_teachers_pro
         return [token for token in tokens if token in ids - {None, tokenizer.unk_token_id}]
 
     assert control(CONTROL) == control("nothing")
+
+
+def test_no_word_more_is_cut_than_has_to_be():
+    """At every length in characters: as many words as fit of the solution's end, else of the start of the feedback.
+
+    The words are as long as what stands for those that were cut, or longer.
+    """
+    solution, feedback = "first second  third-one\nfourth fifths", "should have asked\nbefore writing"
+    block = _Block(solution, feedback, FEEDBACK)
+    ends = ["second  third-one\nfourth fifths", "third-one\nfourth fifths", "fourth fifths", "fifths"]
+    starts = ["should have asked\nbefore", "should have asked", "should have", "should"]
+    allowed = [_Block(CUT + end, feedback, FEEDBACK) for end in ends]
+    allowed += [_Block("", text, FEEDBACK) for text in (feedback, *(start + CUT for start in starts), "")]
+    for limit in range(len(block.text())):
+        fitting = [one for one in allowed if len(one.text()) <= limit]
+        kept = _shortened(block, lambda one, limit=limit: len(one.text()) <= limit)
+        assert kept == (fitting[0] if fitting else allowed[-1]), limit
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_cut_to_fit_fits_its_own_length_as_it_is(renderers, pairs, name):
+    """In tokens: at the length that a shortened context has, nothing more is cut."""
+    renderer, (mine, other) = renderers[name], pairs[name]
+    total = overflow(renderer, mine, {"feedback": FEEDBACK_TEXT, "sibling": other})
+    rest = len(mine.tokens) - mine.prompt_length
+    for limit in (total - 9, total - 40, total - 100):
+        _, context = decoded(renderer, mine, sibling=other, limit=limit)
+        assert context.has_sibling
+        again = decoded(renderer, mine, sibling=other, limit=len(context.tokens) + rest)[1]
+        assert again.tokens == context.tokens
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -88,4 +88,12 @@ MUTANTS = (
         "trajectory = await play(task, index)",
         "trajectory = await play(tasks[index % len(tasks)], index)",
     ),
+    Mutant(
+        "a-word-more-is-cut",
+        "of a sibling that does not fit a word more is left out than has to be",
+        "tests/agent/test_teacher.py::test_no_word_more_is_cut_than_has_to_be",
+        "agent/teacher.py",
+        "dropped = _first(1, len(starts),",
+        "dropped = 1 + _first(1, len(starts),",
+    ),
 )
