@@ -27,10 +27,10 @@ def test_a_sum_is_explained_whatever_the_gradients_are(seed: int, spread: float)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_floor_is_not_and_how_far_it_is_can_be_told_from_a_sum(seed: int) -> None:
+def test_a_floor_is_not_and_how_far_it_is_follows_from_a_sum(seed: int) -> None:
     g = gradients(seed, 0.3)
     gap, _ = explained(floors(g.ravel(), SPREAD) @ g.ravel(), sums(VALUES, SPREAD))
     assert gap > 0.08  # four bounds
     _, entries = explained(sums(g.ravel(), SPREAD) @ g.ravel(), sums(VALUES, SPREAD))
-    told, _ = explained(floors(VALUES, SPREAD) @ entries, sums(VALUES, SPREAD))
-    assert told == pytest.approx(gap, rel=0.5)
+    predicted, _ = explained(floors(VALUES, SPREAD) @ entries, sums(VALUES, SPREAD))
+    assert predicted == pytest.approx(gap, rel=0.5)

@@ -48,15 +48,15 @@ def omitted(lab: Lab) -> Measured:
 
 def temperature(lab: Lab) -> Measured:
     """Draws at temperature 0.5, and at 2."""
-    cold = _held_to(lab, 0.5, 1.0, "temperature 0.5", temperature=0.5, seed=6)
+    half = _held_to(lab, 0.5, 1.0, "temperature 0.5", temperature=0.5, seed=6)
     with contextlib.suppress(Undecided, Refusal):
-        hot = _hot(lab)
-        if hot.figure > 1 or (hot.figure > cold.figure and (hot.contrast or 0.0) >= CONTRAST):
-            return hot
-    return cold
+        above_one = _above_one(lab)
+        if above_one.figure > 1 or (above_one.figure > half.figure and (above_one.contrast or 0.0) >= CONTRAST):
+            return above_one
+    return half
 
 
-def _hot(lab: Lab) -> Measured:
+def _above_one(lab: Lab) -> Measured:
     """Draws at temperature 2 of the 8 likeliest tokens, where a step has made one of them by far the likeliest."""
     datum, count = lab.datum(6, 64_000), 512
     data = [datum.with_inputs(weights=f32(lab.weight * (np.arange(6) == 5)))]
