@@ -17,6 +17,8 @@ from in_toto_attestation.v1.statement import Statement
 
 from paritygate.errors import Refused
 from paritygate.receipts import canonical, read_parity_receipt, require_parity, write_parity_receipt
+from paritygate.receipts.environment import KERNELS
+from paritygate.receipts.files import digest
 from paritygate.receipts.subjects import subjects
 from tests.counts import soak
 from tests.guard.small_tree import ROOT, Tree
@@ -175,6 +177,20 @@ def test_a_receipt_that_contradicts_itself(tree: Tree, edit: Callable[[dict], ob
     forged(tree, edit)
     with pytest.raises(Refused, match=sentence):
         require_parity(tree.root, ["toy"], "cpu")
+
+
+@pytest.mark.parametrize("key", ["settings", *KERNELS])
+def test_a_receipt_of_before_something_was_bound_is_read_and_does_not_hold(tree: Tree, key: str) -> None:
+    """As the committed ones of before `settings`: what it says nothing of is refused, whatever is so here."""
+
+    def without(statement: dict) -> None:
+        part = statement["predicate"]["configuration"][0]
+        del part["annotations"][key]
+        part["digest"]["sha256"] = digest(part["annotations"])
+
+    path = forged(tree, without)
+    assert key not in read_parity_receipt(path).part("environment")
+    tree.refused_here(f"{path.name} was shown with nothing said of it")
 
 
 def test_many_old_receipts_do_not_slow_it_and_the_likest_gives_the_reason(tree: Tree) -> None:

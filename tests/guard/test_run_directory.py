@@ -12,13 +12,14 @@ from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
 
 from paritygate.errors import Refused
 from paritygate.experiment.run.replay import verdict
-from paritygate.receipts import PhaseChain, canonical, require_parity, verify_run, write_atomic
+from paritygate.receipts import PhaseChain, canonical, provenance, require_parity, verify_run, write_atomic
+from paritygate.receipts.files import digest
 from paritygate.receipts.signature import run_signer
 from tests.counts import soak
 from tests.guard.run_directory import LOSSES, build_run, new_chain, recount
 from tests.guard.small_tree import Tree
 from tests.guard.test_forged_receipts import new_key, sign
-from tests.guard.test_receipt import validate_statement
+from tests.guard.test_receipt import forged, validate_statement
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +225,24 @@ def test_another_tree(tree: Tree, run_dir: Path) -> None:
     check(tree, run_dir)
     tree.edit("impl/paritygate/losses/toy.py", '"""A toy loss', '"""The toy loss')
     refused(tree, run_dir, "impl/paritygate/losses/toy.py was edited since parity was shown for the run")
+
+
+def test_a_run_and_its_proof_that_both_say_nothing_of_the_settings(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is not equal to nothing: either may have had any."""
+    true = provenance.environment
+    monkeypatch.setattr(
+        provenance, "environment", lambda device: {k: v for k, v in true(device).items() if k != "settings"}
+    )
+
+    def without(statement: dict) -> None:
+        part = statement["predicate"]["configuration"][0]
+        del part["annotations"]["settings"]
+        part["digest"]["sha256"] = digest(part["annotations"])
+
+    forged(tree, without)
+    refused(tree, build_run(tree, tmp_path / "run"), "and receipt.json say nothing of settings")
 
 
 def test_a_run_is_ended_by_the_code_that_began_it(tree: Tree, run_dir: Path) -> None:

@@ -220,6 +220,9 @@ def verify_parity_copy(run_dir: Path, root: Path, definition: Mapping[str, Any])
         commit = parity.part("session")["commit"]
         hint = f"check out commit {commit}" if commit else "check out the tree of the run"
         raise Refused(f"{root}/{change} since parity was shown for the run ({copies[0].name}): {hint} and try again.")
+    for key in DECIDING:
+        if key not in shown:  # of neither receipt, that is: equal, and yet not compared
+            raise Refused(f"{copies[0].name} and {RECEIPT} say nothing of {key}, which decides what a run computes.")
     if missing := shortfalls(required(load_losses(root), inner["device"], inner["losses"]), parity.part("obligations")):
         raise Refused(f"{copies[0]} does not cover the run: {missing[0]}.")
 
