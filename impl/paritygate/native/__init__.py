@@ -7,9 +7,9 @@ For receipts `build_record` says which compiler, flags and CPU decide the librar
 
 from pathlib import Path
 
-from paritygate.native.libraries import Unavailable, dots_wanted, load
+from paritygate.native.libraries import TILES_REFUSED, Unavailable, announce, bfloat16_asked, load
 from paritygate.native.record import build_record
 
 VECTOR_HPP = Path(__file__).with_name("vector.hpp")
 
-__all__ = ["VECTOR_HPP", "Unavailable", "build_record", "dots_wanted", "load"]
+__all__ = ["TILES_REFUSED", "VECTOR_HPP", "Unavailable", "announce", "bfloat16_asked", "build_record", "load"]

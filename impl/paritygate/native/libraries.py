@@ -61,9 +61,13 @@ def kernels_off() -> None:
         raise Unavailable("PARITYGATE_KERNELS=off")
 
 
-def dots_wanted() -> bool:
-    """Whether the environment asks for dot products of bfloat16 in the embedded server (PARITYGATE_BFLOAT16=dots)."""
-    return os.environ.get("PARITYGATE_BFLOAT16") == "dots"
+def bfloat16_asked() -> str:
+    """How the environment wants bfloat16 multiplied in the embedded server (PARITYGATE_BFLOAT16): "dots", "widened",
+    or anything else for the fastest way that rounds nothing away."""
+    return os.environ.get("PARITYGATE_BFLOAT16", "")
+
+
+TILES_REFUSED: list[str] = []  # why the AMX tiles that the CPU claims are not used, once that has been tried
 
 
 def compiler_command() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from paritygate.server.engine.scoring import Scoring
 from paritygate.server.engine.training import AdamParams, Pass, adam_step
 from paritygate.server.errors import RequestError
 from paritygate.server.limits import Limits
-from paritygate.server.model import sources
+from paritygate.server.model import products, sources
 from paritygate.server.model.attention import PlainAttention
 from paritygate.server.model.lora import BASE, Snapshot
 from paritygate.server.model.network import Network
@@ -148,15 +148,16 @@ def test_dot_products_keep_a_rows_bits_and_are_no_worse_than_transformers(monkey
 
 
 @pytest.mark.skipif(not available(), reason="no compiler here: the bits are promised at one thread")
-@pytest.mark.parametrize("products", ["float32", "bfloat16", "dots"])
-def test_threads_move_no_bit(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["float32", "bfloat16", "dots", "tiles"])
+def test_threads_move_no_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples, their logprobs, scores, and what training makes of an adapter are those of one thread.
 
     So they are where other servers come and go, and a step has more threads than the one before or fewer.
     """
-    if products == "dots":
+    if way == "dots":
         use_dots(monkeypatch)
-    dtype = torch.float32 if products == "float32" else torch.bfloat16
+    monkeypatch.setattr(products, "EMULATED", way == "tiles")
+    dtype = torch.float32 if way == "float32" else torch.bfloat16
     network = Network(sources.resolve("tiny").folder, dtype)
 
     def everything(threads: int, cores: Any = None) -> list[Any]:

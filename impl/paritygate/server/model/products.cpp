@@ -1,6 +1,7 @@
 // Linear layers and causal attention whose rows do not depend on one another: every number is one chain of sums whose
 // order its own row, column and position decide, so batching, tiling and threads change no bit (design/030).
 #pragma GCC optimize("O3")
+#include "amx.hpp"
 #include "vector.hpp"
 
 #include <algorithm>
@@ -377,15 +378,34 @@ void dots(const Dots* x) {
 #endif
 }
 
-// A weight (outputs, inputs) in panels of pairs as one of (inputs, outputs).
-void turn_pairs(const uint16_t* from, int64_t inputs, int64_t outputs, int64_t threads, uint16_t* to) {
-    const int64_t pairs = (inputs + 1) / 2, turned = (outputs + 1) / 2, row = 2 * PANEL;
-    share((inputs + PANEL - 1) / PANEL, threads, inputs * outputs, [&](int64_t panel) {
-        for (int64_t o = 0; o < turned; o++) {
-            const uint16_t* two = from + o * 2 / PANEL * pairs * row + o * 2 % PANEL * 2;  // outputs 2 o and 2 o + 1
-            uint16_t* there = to + (panel * turned + o) * row;
-            for (int64_t k = 0; k < PANEL / 2; k++) {
-                const int64_t pair = panel * (PANEL / 2) + k;
+// Why no AMX tiles are used here, or null.
+const char* tiles_refused() {
+#if AMX
+    static const char* reason = amx::refused();
+    return reason;
+#else
+    return "the compiler found no AMX here";
+#endif
+}
+
+void tiled(const amx::Product* x, int64_t emulated) {
+    auto each = [&](int64_t units, int64_t size, auto work) { share(units, x->threads, size, work); };
+#if AMX
+    if (!emulated) return amx::multiply<amx::Hardware>(*x, each);
+#endif
+    amx::multiply<amx::Emulated>(*x, each);
+}
+
+// A weight (outputs, inputs) in panels (panels, pairs, panel, 2) as one of (inputs, outputs), (.., turned, panel, 2).
+void turn_pairs(const uint16_t* from, int64_t inputs, int64_t outputs, int64_t pairs, int64_t turned, int64_t panel,
+                int64_t threads, uint16_t* to) {
+    const int64_t row = 2 * panel;
+    share((inputs + panel - 1) / panel, threads, inputs * outputs, [&](int64_t unit) {
+        for (int64_t o = 0; o < (outputs + 1) / 2; o++) {
+            const uint16_t* two = from + o * 2 / panel * pairs * row + o * 2 % panel * 2;  // outputs 2 o and 2 o + 1
+            uint16_t* there = to + (unit * turned + o) * row;
+            for (int64_t k = 0; k < panel / 2; k++) {
+                const int64_t pair = unit * (panel / 2) + k;
                 uint64_t square = 0;
                 if (pair < pairs) std::memcpy(&square, two + pair * row, sizeof square);
                 // Of four numbers the second and the third change places.

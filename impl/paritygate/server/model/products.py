@@ -16,7 +16,8 @@ from torch import Tensor
 
 from paritygate import native
 
-SOURCES = (native.VECTOR_HPP, Path(__file__).with_name("products.cpp"))
+SOURCES = (native.VECTOR_HPP, *(Path(__file__).with_name(name) for name in ("amx.hpp", "products.cpp")))
+EMULATED = False  # tests: AMX tiles in plain C++, on any machine
 
 
 @functools.cache
@@ -67,7 +68,31 @@ def dots(dtype: torch.dtype) -> bool:
 
     Asked for by PARITYGATE_BFLOAT16=dots, where the CPU has them: they round what goes into a layer to bfloat16.
     """
-    return serves(dtype) and dtype == torch.bfloat16 and native.dots_wanted() and bool(library().has_dots())
+    return bfloat16(dtype) and native.bfloat16_asked() == "dots" and bool(library().has_dots())
+
+
+def bfloat16(dtype: torch.dtype) -> bool:
+    """Whether linear layers of that dtype are the kernel's products of bfloat16 weights."""
+    return dtype == torch.bfloat16 and serves(dtype)
+
+
+def tiles(dtype: torch.dtype) -> bool:
+    """Whether they are products on AMX tiles: where the CPU has them, unless PARITYGATE_BFLOAT16 is dots or widened."""
+    if not bfloat16(dtype) or native.bfloat16_asked() in ("dots", "widened"):
+        return False
+    return EMULATED or not tiles_refused()
+
+
+@functools.cache
+def tiles_refused() -> str:
+    """Why AMX tiles are not used here, or nothing: they were tried by a process of their own, in `amx.hpp`."""
+    refused = library().tiles_refused
+    refused.restype = ctypes.c_char_p
+    reason = (refused() or b"").decode()
+    if reason and not reason.startswith("the compiler"):  # which would not have promised them in a receipt
+        native.TILES_REFUSED.append(reason)
+        native.announce(f"{reason}: bfloat16 is widened to float32 instead")
+    return reason
 
 
 def linear(rows: Tensor, weight: Tensor) -> Tensor:
@@ -118,10 +143,15 @@ class Panels:
 
     def __init__(self, weight: Tensor) -> None:
         self.outputs, self.inputs = weight.shape
-        self.paired, self.dots = weight.dtype == torch.bfloat16, dots(weight.dtype)
-        columns, step = library().panel(), 2 if self.paired else 1
+        self.paired, self.dots, self.tiles = (f(weight.dtype) for f in (bfloat16, dots, tiles))
+        columns, step = self._sizes()
         padded = torch.nn.functional.pad(weight, (0, -self.inputs % step, 0, -self.outputs % columns))
-        self.data = padded.unflatten(0, (-1, columns)).unflatten(2, (-1, step)).transpose(1, 2).contiguous()
+        wide = 2 if self.paired else 1
+        self.data = padded.unflatten(0, (-1, columns)).unflatten(2, (-1, wide)).transpose(1, 2).contiguous()
+
+    def _sizes(self) -> tuple[int, int]:
+        """Columns of a panel, and what its inputs are a multiple of."""
+        return (32, 32) if self.tiles else (library().panel(), 2 if self.paired else 1)
 
     @classmethod
     def turned(cls, panels: "Panels") -> "Panels":
@@ -129,11 +159,14 @@ class Panels:
         if not panels.paired:
             return cls(panels.weight.T)
         turned = cls.__new__(cls)
-        turned.outputs, turned.inputs, turned.paired, turned.dots = panels.inputs, panels.outputs, True, panels.dots
-        columns = library().panel()
-        turned.data = panels.data.new_empty(-(-panels.inputs // columns), -(-panels.outputs // 2), columns, 2)
-        sizes = map(ctypes.c_int64, (panels.inputs, panels.outputs, threads()))
-        library().turn_pairs(ctypes.c_void_p(panels.data.data_ptr()), *sizes, ctypes.c_void_p(turned.data.data_ptr()))
+        turned.outputs, turned.inputs = panels.inputs, panels.outputs
+        turned.paired, turned.dots, turned.tiles = panels.paired, panels.dots, panels.tiles
+        columns, step = turned._sizes()
+        pairs = -(-turned.inputs // step) * step // 2
+        turned.data = panels.data.new_zeros(-(-turned.outputs // columns), pairs, columns, 2)
+        sizes = (panels.inputs, panels.outputs, panels.data.shape[1], pairs, columns, threads())
+        data = (ctypes.c_void_p(x.data.data_ptr()) for x in (panels, turned))
+        library().turn_pairs(next(data), *map(ctypes.c_int64, sizes), next(data))
         return turned
 
     @property
@@ -154,7 +187,9 @@ class Panels:
         flat = rows.reshape(-1, self.inputs)
         if self.paired and self.inputs % 2:
             flat = torch.nn.functional.pad(flat, (0, 1))
-        if self.dots:
+        if self.tiles:
+            out = self._tiled(flat.float().contiguous())
+        elif self.dots:
             rounded = flat.bfloat16()
             out = self._dots(rounded)
             if split:
@@ -168,6 +203,13 @@ class Panels:
             if panels * columns > self.outputs:
                 out = out[:, : self.outputs]
         return out.to(rows.dtype).reshape(*rows.shape[:-1], self.outputs)
+
+    def _tiled(self, rows: Tensor) -> Tensor:
+        out = torch.empty(len(rows), self.outputs, dtype=torch.float32, device="cpu")
+        sizes = (*rows.shape, self.data.shape[1] // 16, len(self.data), self.outputs, threads())
+        product = _Tiled(rows.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)
+        library().tiled(ctypes.byref(product), ctypes.c_int64(EMULATED))
+        return out
 
     def _dots(self, rows: Tensor) -> Tensor:
         rows = rows.contiguous()
@@ -234,6 +276,15 @@ class _Dots(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "weight", "out")),
         *((name, ctypes.c_int64) for name in ("count", "pairs", "panels", "outputs", "threads")),
+    )
+
+
+class _Tiled(ctypes.Structure):
+    """`struct Product` of amx.hpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "weight", "out")),
+        *((name, ctypes.c_int64) for name in ("count", "inputs", "steps", "panels", "outputs", "threads")),
     )
 
 
