@@ -278,6 +278,18 @@ def test_first_contact_names_what_is_missing_within_ten_seconds(tokenizer_folder
     assert time.monotonic() - started < 30
 
 
+def test_a_tokenizer_that_no_training_client_will_name_is_missed_at_once(tokenizer_folder: Path):
+    """A service behind a tunnel has a local address: of a model that it does not train it names no folder either."""
+    import shutil
+
+    shutil.rmtree(tokenizer_folder / USER)
+    with serving() as service, pytest.raises(BadInputError, match=f"tokenizer of {USER} cannot be loaded"):
+        contact(service)
+    models = {POLICY: {}, USER: {}, JUDGE: {}}  # says nothing of their use
+    with serving(models=models) as service:
+        assert contact(service).tokenizers[USER] is None
+
+
 def test_a_dead_address_is_named_before_the_sdk_is_imported():
     """The seconds of two tries are all it takes, not those of importing torch."""
     lines = (

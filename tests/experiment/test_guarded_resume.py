@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paritygate.errors import BadInputError, GateStopped
+from paritygate.errors import BadInputError, GateStopped, Refused
 from paritygate.experiment.correctness import parity
 from paritygate.experiment.run.journal import Journal, read_lines
 from paritygate.receipts import PhaseChain
@@ -66,6 +66,21 @@ def test_without_an_address_or_a_model_of_its_own_nothing_is_started(
         run_spec(brief())
     assert refused.value.exit_code == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_what_could_not_end_well_is_refused_before_anything_is_made(
+    run_spec: Any, scripted: Any, tmp_path: Path
+) -> None:
+    """A budget of no hours, or a receipt to be trusted that nobody signed, would end the run after a while."""
+    scripted(ScriptedService())
+    without_hours = brief()
+    without_hours["budget"]["gpu_hours"] = 0
+    with pytest.raises(BadInputError, match=rf"/budget/gpu_hours is 0, .* no step could be taken at {SERVICE}\.$"):
+        run_spec(without_hours)
+    with pytest.raises(Refused, match="has no signature beside it"):
+        run_spec(brief(), trust_receipt=True)
+    assert not (tmp_path / "run").exists()
+    run_spec(without_hours, until="correctness_preflight")  # asks no service
 
 
 def test_a_run_does_not_go_on_elsewhere_than_where_its_weights_are(

@@ -58,7 +58,10 @@ async def first_contact(needs: Sequence[Need], base_url: str, api_key: str | Non
     served = await _capabilities(base_url, token, began + SECONDS - time.monotonic())
     for need in needs:
         _require(base_url, need, served)
-    tokenizers = {need.model: await _tokenizer(need, local=local_host(base_url) is not None) for need in needs}
+    local = local_host(base_url) is not None
+    # A local server's own tokenizer is named by its training clients, which a model that is not trained has none of.
+    may_have = {name for name, model in served.items() if local and model.get("trainable") is not False}
+    tokenizers = {need.model: await _tokenizer(need, local=need.model in may_have) for need in needs}
     lengths = {name: int(m["max_context_length"]) for name, m in served.items() if m.get("max_context_length")}
     return Contact(base_url, tuple(served), lengths, tokenizers)
 

@@ -134,6 +134,7 @@ def asks_the_service(phases: list[Phase], until: str | None) -> bool:
 def check_inputs(exp: Experiment, options: Options, directory: Path, *, served: bool) -> None:
     """Data, prices and an address (exit 2), then the receipt (exit 3): nothing is created before all are there."""
     from paritygate.receipts import require_parity
+    from paritygate.receipts.signature import require_signature
 
     load_source(options)
     prices_of(exp, options.prices)
@@ -142,9 +143,16 @@ def check_inputs(exp: Experiment, options: Options, directory: Path, *, served: 
             f"{exp.path} names no embedded model to stand in for {exp.base_model}: set TINKER_BASE_URL (and "
             "TINKER_API_KEY) to a service that has it."
         )
+    if served and is_full_run() and exp.budget.gpu_hours == 0:
+        raise BadInputError(
+            f"{exp.path}: /budget/gpu_hours is 0, and an hour at a service counts as one: no step could be taken at "
+            f"{os.environ['TINKER_BASE_URL']}."
+        )
     for name in exp.entry_points:
         find(name)
-    require_parity(options.root, exp.losses, options.device, resumed=directory)
+    receipt = require_parity(options.root, exp.losses, options.device, resumed=directory)
+    if options.trust_receipt and served and is_full_run() and not directory.exists():
+        require_signature(options.root, receipt)
     for name in exp.entry_points:
         require(name, directory)
 
