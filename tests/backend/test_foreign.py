@@ -16,6 +16,7 @@ from paritygate.backend import connection as connections
 from paritygate.backend import contact as contacts
 from paritygate.backend.contact import Need, first_contact
 from paritygate.backend.retry_after import retry_after
+from paritygate.backend.tokenizers import load_tokenizer
 from paritygate.errors import BadInputError
 from tests.foreign_service import KEY, serving
 from tests.scripted_service import JUDGE, POLICY, USER, Script
@@ -113,6 +114,15 @@ def test_billing_is_named_at_once_and_is_nobodys_bad_answer(kind, act):
     with serving(**faults) as service, pytest.raises(ServiceDown, match=sentence):
         call(service, act)
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_a_key_that_is_revoked_while_work_goes_on_is_named():
+    sentence = r"Sampling failed: the service at http://127\.0\.0\.1:\d+ refuses the API key; correct it, then --resume"
+    with serving(status=lambda k, n: 401 if k == "asample" else None) as service:
+        with pytest.raises(BackendError, match=sentence):
+            call(service, sampled)
+        assert service.refused["asample 401"] == 1
 
 
 @pytest.mark.usefixtures("any_tokenizer")
@@ -253,6 +263,7 @@ def tokenizer_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / place / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     monkeypatch.setenv("PARITYGATE_TOKENIZERS", str(folder))
     monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
+    load_tokenizer.cache_clear()
     return folder
 
 
@@ -332,8 +343,6 @@ def test_probe_and_capabilities_share_the_seconds_of_first_contact(monkeypatch: 
 
 
 def test_a_tokenizer_that_is_nowhere_is_named_with_what_helps(tokenizer_folder: Path, monkeypatch):
-    from paritygate.backend.tokenizers import load_tokenizer
-
     assert load_tokenizer(POLICY).name_or_path == POLICY  # the package's vocabulary
     sentence = r"tokenizer of some/model cannot be loaded .*FOLDER/some/model.*PARITYGATE_TOKENIZERS=FOLDER.*HF_HOME"
     with pytest.raises(BadInputError, match=sentence):

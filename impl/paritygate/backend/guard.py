@@ -248,6 +248,9 @@ class Guard:
     def _failed(self, what: str, error: Exception) -> BackendError:
         if self.unpaid is not None:
             return billing(self.base_url, self.unpaid)
+        if getattr(error, "status_code", None) == 401:
+            fault = f"the service at {self.base_url} refuses the API key"
+            return BackendError(f"{what} failed: {fault}; correct it, then --resume.")
         text = " ".join(str(error).split()) or type(error).__name__
         return BackendError(f"{what} failed at {self.base_url}: {text[:500]}")
 
