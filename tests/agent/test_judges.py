@@ -142,6 +142,8 @@ def test_a_second_try_is_longer_and_no_try_is_over_the_context(renderers):
         renderers["chatml"], ["a"] * 3, max_tokens=64, retry_max_tokens=8192, context_length=prompt + 100
     )
     assert answers.limits == [64, 100, 100]
+    _, answers = judged(renderers["chatml"], ["a"] * 3, context_length=prompt + 1)
+    assert answers.limits == [1, 1, 1]
     full, answers = judged(renderers["chatml"], [], context_length=prompt)
     assert (full.judgement, answers.limits) == (None, [])
     assert "fills the judge's context" in full.answers[0].error
