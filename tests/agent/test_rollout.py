@@ -138,6 +138,15 @@ def test_a_prompt_that_fills_the_sequence_leaves_no_turn(renderers, left, turns)
     assert (trajectory.turns, len(trajectory.tokens)) == (turns, whole.prompt_length + left if turns else 0)
 
 
+@pytest.mark.parametrize(("left", "ending"), [(2, "sequence_limit"), (3, "token_limit"), (4, "token_limit")])
+def test_a_turn_is_cut_by_the_sequence_where_less_than_a_turn_of_it_is_left(renderers, left, ending):
+    """Where exactly a turn is left both limits act: it is the turn's."""
+    whole, _, _ = play(renderers, "chatml", ["Hello there."])
+    limits = Limits(max_tokens_per_turn=3, max_seq_len=whole.prompt_length + left)
+    trajectory, _, _ = play(renderers, "chatml", ["Hello there, and more than three tokens."], limits=limits)
+    assert (trajectory.ended_by, sum(trajectory.mask)) == (ending, min(left, 3))
+
+
 def test_a_turn_that_a_limit_cut_is_not_acted_on(renderers):
     text = call_text("look", {"x": "1"}, renderer="chatml")
     length = len(renderers["chatml"]._tokenizer.encode(text))
