@@ -18,6 +18,7 @@ def fuse(body: nn.Module) -> None:
     """Let the kernels compute every RMSNorm and every MLP gated by SiLU of `body`, where they agree to 1e-5."""
     if not available():
         return
+    module: Any
     for module in body.modules():
         weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
         if type(module).__name__.endswith("RMSNorm") and isinstance(weight, Tensor) and isinstance(epsilon, float):
