@@ -158,3 +158,20 @@ def test_a_loss_without_a_comparison_is_one_sentence_where_it_has_many_obligatio
 def test_a_loss_that_the_spec_does_not_know() -> None:
     with pytest.raises(Refused, match="knows no loss 'ppo'"):
         required(SPEC, "cpu", ["toy", "ppo"])
+
+
+@pytest.mark.parametrize(("made", "margin", "met"), [(3, 1.0, True), (2, 1.0, False), (3, 1.0000001, False)])
+def test_an_obligation_is_met_exactly_at_its_least_number_and_at_its_tolerance(
+    made: int, margin: float, met: bool
+) -> None:
+    """An error of all that is allowed is allowed; of a receipt as of a session."""
+    wanted = {"toy/value": {"min_comparisons": 3, "rows": [("float64", "ordinary")]}}
+    cell = {
+        "dtype": "float64",
+        "regime": "ordinary",
+        "oracle": "reference",
+        "comparisons": made,
+        "worst_margin": margin,
+    }
+    result = {"comparisons": made, "worst_margin": margin, "cells": [cell]}
+    assert (shortfalls(wanted, {"toy/value": result}) == []) is met
