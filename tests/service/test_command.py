@@ -229,7 +229,8 @@ def test_a_service_that_stops_half_way_is_gone_on_with(tmp_path: Path, capsys: A
     stopper.start()
     options = ["--base-url", first.base_url, "--only", "value", "--json", str(path)]
     assert main(options) == 5
-    assert first.base_url in sentence(capsys)
+    assert first.base_url in (last_line := sentence(capsys))
+    assert last_line.endswith(" The same command goes on from here.")
     stopper.join()
     kept = json.loads(path.read_text())
     assert kept["complete"] is False
@@ -301,3 +302,36 @@ def test_ctrl_c_before_anything_is_known(tmp_path: Path) -> None:
     assert proof.returncode == 130
     assert err == "paritygate.service: interrupted; the same command goes on from here.\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_finished_proof_is_not_replaced_by_another(
+    running: server.Running, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", running.api_key)
+    path = tmp_path / "p.json"
+    options = ["--base-url", running.base_url, "--json", str(path), "--quiet"]
+    assert main([*options, "--only", "wire/models", "--only", "wire/verbs"]) == 0
+    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert files.keys() == {"p.json", "p.html", "p.receipt.json"}
+    capsys.readouterr()
+    for others in (["--only", "wire/models"], ["--only", "wire", "--model", "other"], ["--base-url", unused()]):
+        assert main([*options, *others]) == 2
+        assert f"{path} holds a finished proof of {running.base_url}" in (refusal := sentence(capsys))
+        assert "2 obligations" in refusal
+        assert "--fresh" in refusal
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
+    assert main([*options, "--only", "wire/models", "--fresh"]) == 0  # asked for
+    assert [one["name"] for one in json.loads(path.read_text())["obligations"]] == ["wire/models"]
+    assert main([*options, "--only", "wire/models"]) == 0  # the same again
+
+
+def test_a_new_proof_removes_the_receipt_of_the_old_one(
+    running: server.Running, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", running.api_key)
+    path = tmp_path / "p.json"
+    options = ["--base-url", running.base_url, "--only", "wire/models", "--json", str(path), "--quiet", "--fresh"]
+    assert main(options) == 0
+    monkeypatch.setattr("paritygate.service.__main__._finish", lambda *_: None)  # killed before its own
+    assert main(options) == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"p.json", "p.html"}

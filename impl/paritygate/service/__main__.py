@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paritygate.bootstrap import Parser, exit_code
-from paritygate.errors import BadInputError
+from paritygate.errors import BackendError, BadInputError
 from paritygate.extras import require
 from paritygate.service import obligations as spec
 
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from paritygate.service.report import Report
     from paritygate.service.runner import Result
 
+KEPT = "The same command goes on from here."
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 nothing departs, 3 something does, 2 bad input, 5 the service failed (run again to resume)."""
     args = _parser().parse_args(argv)
-    interrupted = "interrupted; the same command goes on from here."
-    return exit_code("paritygate.service", lambda: _run(args), interrupted=interrupted)
+    return exit_code(
+        "paritygate.service", lambda: _run(args), interrupted="interrupted; the same command goes on from here."
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--draws", type=int, default=2048, help="single tokens drawn for a distribution (default 2048)")
     parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="for one call (default 120)")
-    parser.add_argument("--fresh", action="store_true", help="do not go on from an unfinished FILE")
+    parser.add_argument("--fresh", action="store_true", help="do not go on from FILE, and replace it")
     parser.add_argument("--plan", action="store_true", help="say what would be checked and its price, call nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser
@@ -76,27 +79,52 @@ def _run(args: argparse.Namespace) -> int:
 
     reports.check_writable(args.json)
     earlier = None if args.fresh else reports.read(args.json)
+    if earlier is not None and earlier.complete:
+        _refuse_to_replace(args, earlier, obligations)
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # its retries and deprecations are not this report's subject
 
+    receipt = args.json.with_suffix(".receipt.json")
+    saved: list[reports.Report] = []
+
     def save(report: reports.Report) -> None:
+        saved.append(report)
+        receipt.unlink(missing_ok=True)  # of an earlier proof, which this one replaces
         reports.write_json(args.json, report)
         reports.write(args.json.with_suffix(".html"), reports.page(report, obligations))
         if not args.quiet and not report.complete:
             _say(report.results[-1], f"[{len(report.results)}/{len(obligations.entries)}]")
 
-    report = proof.prove_at(
-        args.base_url,
-        os.environ["TINKER_API_KEY"],
-        args.model,
-        obligations,
-        settings=Settings(**settings),
-        limit=args.limit,
-        earlier=earlier,
-        save=save,
-        say=lambda sentence: None if args.quiet else print(sentence, file=sys.stderr, flush=True),
-    )
+    try:
+        report = proof.prove_at(
+            args.base_url,
+            os.environ["TINKER_API_KEY"],
+            args.model,
+            obligations,
+            settings=Settings(**settings),
+            limit=args.limit,
+            earlier=earlier,
+            save=save,
+            say=lambda sentence: None if args.quiet else print(sentence, file=sys.stderr, flush=True),
+        )
+    except BackendError as error:
+        raise BackendError(f"{error} {KEPT}" if saved else str(error)) from error
     _finish(args.json, report, obligations)
     return 3 if any(result.outcome == "departs" for result in report.results) else 0
+
+
+def _refuse_to_replace(args: argparse.Namespace, earlier: "Report", obligations: spec.Obligations) -> None:
+    """BadInputError where the file holds a finished proof that this one would not show again."""
+    from paritygate.service.connection import checked_url
+    from paritygate.service.proof import without_password
+
+    url = without_password(checked_url(args.base_url))
+    wanted = {entry.name for entry in obligations.entries}
+    lost = [result.name for result in earlier.results if result.name not in wanted]
+    if earlier.endpoint != url or args.model not in (None, earlier.model) or lost:
+        raise BadInputError(
+            f"{args.json} holds a finished proof of {earlier.endpoint} ({earlier.model}, {len(earlier.results)} "
+            "obligations); name another file with --json, or say --fresh to replace it."
+        )
 
 
 def _say(result: "Result", place: str) -> None:

@@ -77,8 +77,13 @@ class Journal:
         value, made = self._cache[key]
         if key not in self._used:
             self._used.add(key)
-            self.lines.extend(line for line in made if line not in self.lines)
+            there = set(self.lines)  # of what `made` stands on; a line that `made` has twice is two calls
+            self.lines.extend(line for line in made if line not in there)
         return value
+
+    def results(self, prefix: str) -> list[str]:
+        """The variables of the running check that hold a call's result: o of passes, l of scores, r of samples."""
+        return [line.split(" = ", 1)[0] for line in self.lines if re.match(prefix + r"\d+ = wait\(", line)]
 
     def drop(self, prefix: str) -> None:
         """Forget the cached values whose keys begin so."""

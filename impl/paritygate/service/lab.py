@@ -244,15 +244,16 @@ class Lab:
         weighted = [d.with_inputs(weights=f32(w)) for d, w in zip(data, weights, strict=True)]
         return self.arm(session, lambda t: t.forward_backward(weighted), **adam)
 
-    def distance(self, one: Moved, other: Moved) -> float:
-        """|one - other| / |other|, also printed by the program of the check."""
+    def distance(self, one: Moved, other: Moved, what: str = "") -> float:
+        """|one - other| / |other|, also printed, as `what`, by the program of the check."""
         start = self.start()
         size = float(np.linalg.norm(other.change))
         if not size > 0:
             raise Undecided("the step that is right did not move a single logprob")
+        what = what or f"{one.name} and {other.name} differ by"
         self.connection.journal.add(
-            f"print('{one.name} is', np.linalg.norm({one.name} - {other.name}) "
-            f"/ np.linalg.norm({other.name} - {start.name}), '(relative) from {other.name}')"
+            f"print({what!r}, np.linalg.norm({one.name} - {other.name}) "
+            f"/ np.linalg.norm({other.name} - {start.name}), '(relative)')"
         )
         return float(np.linalg.norm(one.change - other.change)) / size
 

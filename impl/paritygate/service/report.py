@@ -182,7 +182,9 @@ def page(report: Report, obligations: Obligations) -> str:
 {report.tokens} tokens, {report.seconds:.0f} s · noise measured: {escape(noise)} · obligations
 {report.spec_sha256[:12]}</small></p><ul>{meaning}</ul>
 <p>A figure is how far the service is from the float64 definition, in the unit of its obligation; it is held to the
-bound. The contrast is how far something wrong on purpose is: it shows that the check can see.</p>
+bound. The contrast is how far something wrong on purpose is: it shows that the check can see, and where the figure is
+about as large, the service probably makes that very mistake. A departure was seen twice: the figure is of the first
+time, the program shows the second, with the smallest input that still departs.</p>
 <table><tr><th>obligation<th>outcome<th>figure<th>bound<th>contrast<th>what was seen</tr>
 {"".join(rows)}</table></html>
 """

@@ -23,6 +23,7 @@ def _held_to(lab: Lab, right: float, wrong: float, what: str, **params: Any) -> 
     counts = Counter(sequence.tokens[0] for sequence in draw(lab, t, lab.settings.draws, **params))
     tokens = sorted(counts)
     logprobs = dict(zip(tokens, next_logprobs(lab, t, tokens), strict=True))
+    _show(lab, len(t.prompt))
     ordered = {token: counts[token] for token in tokens}
     figure = chi_square(ordered, logprobs, right, rest="all" if right == 1.0 else "none")
     p = np.exp(np.array(list(logprobs.values())) / right)
@@ -30,10 +31,20 @@ def _held_to(lab: Lab, right: float, wrong: float, what: str, **params: Any) -> 
     contrast = chi_square(due, logprobs, wrong, rest="all" if wrong == 1.0 else "seen")
     mass = float(np.exp(list(logprobs.values())).sum())
     because = (
-        f"{what}: {lab.settings.draws} draws of {len(tokens)} tokens that hold {mass:.4f} of the probability have a "
-        f"chi-square of {figure:.2f} times its critical value (p = 1e-7)"
+        f"{what}: {lab.settings.draws} draws hit {len(tokens)} different tokens, which hold {mass:.4f} of the "
+        f"probability by the service's own logprobs; the chi-square is {figure:.2f} times what chance exceeds once in "
+        "10,000,000"
     )
     return Measured(figure, because, contrast)
+
+
+def _show(lab: Lab, length: int) -> None:
+    """The program counts the draws and what their tokens hold, scored after a prompt of `length`."""
+    journal = lab.connection.journal
+    samples, scores = ", ".join(journal.results("r")), journal.results("o")[-1]
+    journal.add(f"drawn = [one.tokens[0] for r in [{samples}] for one in r.sequences]")
+    journal.add(f"mass = np.exp(logprobs({scores})[{length - 1} :: {length}]).sum()")
+    journal.add("print(len(drawn), 'draws hit', len(set(drawn)), 'tokens, which hold', mass, 'of the probability')")
 
 
 def distribution(lab: Lab) -> Measured:

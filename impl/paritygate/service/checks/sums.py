@@ -18,17 +18,19 @@ def _same(
     one: Callable[[Trainer], object],
     other: Callable[[Trainer], object],
     wrong: Callable[[Trainer], object],
+    wrong_is: str,
     weights_noise: float = 0.0,
 ) -> Measured:
-    """Compare two arms that are equal by right, and a third that is not.
+    """Compare two arms that are equal by right, and a third that is not and is called `wrong_is`.
 
     weights_noise: as of `Lab.step_noise`.
     """
     with lab.session() as session:
         first, second = lab.arm(session, one), lab.arm(session, other)
         contrast = lab.arm(session, wrong)
-        gap, seen = lab.distance(first, second), lab.distance(contrast, second)
-    because = f"{what}: the steps differ by {gap:.3g} (relative)"
+        gap = lab.distance(first, second, f"{what}, the steps differ by")
+        seen = lab.distance(contrast, second, f"the contrast, {wrong_is}, differs by")
+    because = f"{what}: the steps differ by {gap:.3g} (relative); contrast: {wrong_is}"
     return Measured(gap, because, seen, lab.step_noise(second, weights_noise))
 
 
@@ -45,6 +47,7 @@ def duplicate(lab: Lab) -> Measured:
         lambda t: t.forward_backward([*data, *data]),
         lambda t: t.forward_backward(_scaled(data, 2.0)),
         lambda t: t.forward_backward(data),
+        "each datum once",
     )
     large = lab.weighted(data, 1.0)  # up to 1; twice that the step is the same size, and no longer the same direction
     bounded = [d.with_inputs(weights=np.minimum(2 * d.inputs["weights"], 1.0)) for d in large]
@@ -54,6 +57,7 @@ def duplicate(lab: Lab) -> Measured:
         lambda t: t.forward_backward(_scaled(large, 2.0)),
         lambda t: t.forward_backward([*large, *large]),
         lambda t: t.forward_backward(bounded),
+        "weights of at most 1",
     )
     return max(twice, above, key=lambda measured: measured.figure / max(measured.noise, 0.005))
 
@@ -75,6 +79,7 @@ def losses(lab: Lab) -> Measured:
         two,
         lambda t: t.forward_backward([*first, *oracle]),
         lambda t: t.forward_backward(oracle),
+        "importance_sampling alone",
         1.5 * lab.noise.logprob,
     )
 
@@ -94,6 +99,7 @@ def split(lab: Lab) -> Measured:
         two,
         lambda t: t.forward_backward(data),
         lambda t: t.forward_backward(data[cut:]),
+        "the second call alone",
     )
 
 
@@ -111,6 +117,7 @@ def permuted(lab: Lab) -> Measured:
         lambda t: t.forward_backward(data[::-1]),
         lambda t: t.forward_backward(data),
         lambda t: t.forward_backward(data[1:]),
+        "the first datum left out",
     )
 
 
@@ -128,6 +135,7 @@ def alone(lab: Lab) -> Measured:
         each,
         lambda t: t.forward_backward(data),
         lambda t: t.forward_backward(_scaled(data, 0.5)),
+        "half of the weights",
     )
 
 
@@ -164,6 +172,7 @@ def many(lab: Lab) -> Measured:
         lambda t: t.forward_backward(few * copies),
         lambda t: t.forward_backward(_scaled(few, copies)),
         lambda t: t.forward_backward((few * copies)[1024:]),
+        "the last request alone",
     )
 
 
@@ -184,6 +193,7 @@ def mixed_targets(lab: Lab) -> Measured:
         lambda t: t.forward_backward([narrow, wide]),
         each,
         lambda t: t.forward_backward([narrow]),
+        "the datum with one axis alone",
     )
 
 
