@@ -180,11 +180,11 @@ def test_tiles_that_are_refused_are_said_and_recorded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "TILES_REFUSED", refused)
     monkeypatch.setattr(record, "TILES_REFUSED", refused)
     products.tiles_refused.cache_clear()
-    said: list[str] = []
-    monkeypatch.setattr(native, "announce", said.append)
+    announced: list[str] = []
+    monkeypatch.setattr(native, "announce", announced.append)
     assert record._way(["AMX_BF16", "AMX_TILE", "AVX512F"]) == "amx tiles, rows in three parts"
     assert not products.tiles(torch.bfloat16)
-    assert said == ["AMX tiles do not multiply: bfloat16 is widened to float32 instead"]
+    assert announced == ["AMX tiles do not multiply: bfloat16 is widened to float32 instead"]
     assert record._way(["AMX_BF16", "AMX_TILE"]) == "widened to float32 (AMX tiles do not multiply)"
     for asked in ("dots", "widened"):
         monkeypatch.setenv("PARITYGATE_BFLOAT16", asked)

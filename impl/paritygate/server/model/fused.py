@@ -27,7 +27,8 @@ def fuse(body: nn.Module) -> None:
                 module.forward = norm
         elif all(isinstance(getattr(module, f"{name}_proj", None), LoraLinear) for name in ("gate", "up", "down")):
             mlp = functools.partial(_mlp, module)
-            if _agree(module, mlp, module.gate_proj.base.inputs):
+            gate: Any = module.gate_proj
+            if _agree(module, mlp, gate.base.inputs):
                 module.forward = mlp
 
 
