@@ -20,14 +20,14 @@ def _same(
     wrong: Callable[[Trainer], object],
     wrong_is: str,
     weights_noise: float = 0.0,
+    **adam: float,
 ) -> Measured:
     """Compare two arms that are equal by right, and a third that is not and is called `wrong_is`.
 
     weights_noise: as of `Lab.step_noise`.
     """
     with lab.session() as session:
-        first, second = lab.arm(session, one), lab.arm(session, other)
-        contrast = lab.arm(session, wrong)
+        first, second, contrast = (lab.arm(session, gradients, **adam) for gradients in (one, other, wrong))
         gap = lab.distance(first, second, f"{what}, the steps differ by")
         seen = lab.distance(contrast, second, f"the contrast, {wrong_is}, differs by")
     because = f"{what}: the steps differ by {gap:.3g} (relative); contrast: {wrong_is}"
@@ -58,6 +58,7 @@ def duplicate(lab: Lab) -> Measured:
         lambda t: t.forward_backward([*large, *large]),
         lambda t: t.forward_backward(bounded),
         "weights of at most 1",
+        learning_rate=lab.adam["learning_rate"] / 4,  # beside these gradients eps is nothing
     )
     return max(twice, above, key=lambda measured: measured.figure / max(measured.noise, 0.005))
 
