@@ -85,10 +85,18 @@ def test_a_rollout_without_a_judgement_is_as_if_it_had_not_been(group: list[Scor
         assert all(not any(row) for scores, row in zip(group, rows, strict=True) if scores.composite is None)
 
 
-@given(groups())
-def test_hybrid_lies_between_its_ends(group: list[Scores]) -> None:
-    assert advantages("hybrid", group, hybrid_weight=1.0) == advantages("grpo", group)
-    assert advantages("hybrid", group, hybrid_weight=0.0) == advantages("sdpo_token", group)
+@given(groups(), st.floats(0.1, 6.0))
+def test_hybrid_lies_between_its_ends(group: list[Scores], clip: float) -> None:
+    assert advantages("hybrid", group, clip=clip, hybrid_weight=1.0) == advantages("grpo", group)
+    assert advantages("hybrid", group, clip=clip, hybrid_weight=0.0) == advantages("sdpo_token", group, clip=clip)
+
+
+def test_hybrid_clips_at_the_clip_of_the_spec() -> None:
+    """By hand, w = 0.75: w * (composite - 0.5) + (1 - w) * the difference, 3, -7 and 1 clipped at 2 or at 6 nats."""
+    first = Scores(1.0, [0, 1, 1, 1], [None, -4.0, -1.0, -2.0], [None, -1.0, -8.0, -1.0])
+    group = [first, Scores(0.0, [1], [-1.0], [-1.0])]
+    assert advantages("hybrid", group, clip=2.0, hybrid_weight=0.75) == [[0.0, 0.875, -0.125, 0.625], [-0.375]]
+    assert advantages("hybrid", group, clip=6.0, hybrid_weight=0.75) == [[0.0, 1.125, -1.125, 0.625], [-0.375]]
 
 
 def test_what_cannot_be_an_advantage_is_named() -> None:

@@ -1,12 +1,15 @@
 """What is on disk is not what parity was shown for: each attack is made, each is refused. Kinds: README.md here."""
 
 import hashlib
+import inspect
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+from _pytest.config import findpaths
 
 from paritygate.receipts.parity import NAME, read_parity_receipt, statement_of, write_parity_receipt
 from paritygate.receipts.subjects import difference, subjects
@@ -184,7 +187,13 @@ ADDED = (
     "spec/schema/extra.json",
     "conftest.py",
     "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "tox.ini",
+    "setup.cfg",
     "sitecustomize.py",
+    "extra.pth",
 )
 
 
@@ -193,6 +202,15 @@ def test_a_file_added_untracked(tree: Tree, name: str) -> None:
     (tree.root / name).parent.mkdir(exist_ok=True)
     (tree.root / name).write_text("")
     tree.refused_here(f"{name} was added since parity was shown")
+
+
+def test_every_configuration_file_of_the_installed_pytest_is_a_subject(tree: Tree) -> None:
+    """By the names in its own source, which another version of pytest may add to."""
+    names = set(re.findall(r'"(\.?\w+\.(?:toml|ini|cfg))"', inspect.getsource(findpaths)))
+    assert names >= {"pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"}
+    for name in names - {"pyproject.toml"}:
+        (tree.root / name).write_text("")
+    assert names - subjects(tree.root).keys() == set()
 
 
 @pytest.mark.parametrize("name", ["reference/paritygate_reference/toy.py", "impl/paritygate/losses/toy.py"])
