@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from paritygate.harness.mutants import last
 from paritygate.receipts.git import git
 from tests.harness.conftest import Stranger, environment_with
 
@@ -160,11 +161,39 @@ def test_a_rerun_plugin(bare: Stranger) -> None:
     not_green(bare, output, "failing tests would have been run again")
 
 
-def test_a_mutant_dies_by_the_obligation_that_it_names(bare: Stranger) -> None:
-    done = bare.run("-m", "paritygate", "harness", "mutants", "ratio-of-the-sum")
-    assert (done.returncode, done.stdout.split()[:3]) == (0, ["killed", "ratio-of-the-sum", "gspo/value"]), done
-    done = bare.run("-m", "paritygate", "harness", "mutants", "nothing")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
+# one mistake in value and gradient, of which the value is compared first; one that changes nothing
+MORE_MUTANTS = '''
+from paritygate.harness.mutants import Mutant
+
+FILE = "src/my_losses/gspo.py"
+MUTANTS = (
+    Mutant("sign", "the loss is to fall", "gspo/gradient", FILE, "return -torch.where(", "return torch.where("),
+    Mutant("renamed", "a docstring", "gspo/gradient", FILE, '"""GSPO in torch', '"""GSPO by torch'),
+)
+'''
+
+
+def test_a_mutant_is_held_to_the_obligation_that_it_names_alone(bare: Stranger) -> None:
+    (bare.root / "tests/mutants/more.py").write_text(MORE_MUTANTS)
+    done = bare.run("-m", "paritygate", "harness", "mutants", "ratio-of-the-sum", "sign", "renamed")
+    assert [" ".join(line.split()) for line in done.stdout.splitlines()] == [
+        "killed ratio-of-the-sum gspo/value",
+        "killed sign gspo/gradient",
+        "LIVES renamed gspo/gradient: parity: gspo/gradient: met; no receipt",
+    ]
+    assert done.returncode == 3
+    bare.edit("tests/mutants/more.py", '"a docstring", "gspo/gradient"', '"a docstring", "gspo/nothing"')
+    for name, sentence in (("nothing", "no mutant called nothing"), ("renamed", "dies by 'gspo/nothing', which spec/")):
+        done = bare.run("-m", "paritygate", "harness", "mutants", name)
+        assert (done.returncode, done.stderr.count("\n"), sentence in done.stderr) == (2, 1, True), done
+    assert "declares no obligation 'gspo/nothing'" in bare.session("--obligations", "gspo/nothing")
+
+
+def test_what_a_mutant_that_lives_is_told_of() -> None:
+    output = (
+        ".F\nE   AttributeError: no clamp\nE   Falsifying example\nparity: NOT green, no receipt: test_value failed\n"
+    )
+    assert last(output) == "parity: NOT green, no receipt: test_value failed (AttributeError: no clamp)"
 
 
 def test_the_pieces_of_a_new_loss_fail_until_they_are_filled(bare: Stranger) -> None:

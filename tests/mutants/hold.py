@@ -30,17 +30,6 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-class Attributed(ledger.Ledger):
-    """A ledger that counts comparisons for the `wanted` obligations alone."""
-
-    wanted: frozenset[str] = frozenset()
-
-    def compare(self, obligation: str, actual: Any, expected: Any, **labels: Any) -> None:
-        """As every ledger, for a wanted obligation."""
-        if obligation in self.wanted:
-            super().compare(obligation, actual, expected, **labels)
-
-
 def copy_losses(folder: Path, mutant: Mutant | None) -> None:
     """Write a copy of paritygate/losses, and of any other package that the mutant edits, with its edits to `folder`.
 
@@ -103,8 +92,7 @@ def judge(folder: Path | None, obligations: Sequence[str], first: str = "float64
             raise RuntimeError(f"the {package.name} under test come from {source}")
     for name in spec["losses"]:
         importlib.import_module(f"paritygate.losses.{name}")
-    ledger.LEDGER = book = Attributed(spec, "cpu")
-    book.wanted = frozenset(obligations)
+    ledger.LEDGER = book = ledger.Ledger(spec, "cpu", wanted=frozenset(obligations))
     fixtures = {"losses": losses, "device": "cpu"}
     for function, carried in tests_of(spec, obligations):
         parameters = function.__code__.co_varnames[: function.__code__.co_argcount]

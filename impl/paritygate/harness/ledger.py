@@ -19,13 +19,17 @@ class Cell:
 
 @dataclass
 class Ledger:
-    """What a session has compared: `spec` is the content of spec/losses.json, `device` a torch device string."""
+    """What a session has compared: `spec` is the content of spec/losses.json, `device` a torch device string.
+
+    Where `wanted` is given, comparisons for other obligations are left out: a mutant is held to its own alone.
+    """
 
     spec: dict[str, Any]
     device: str = "cpu"
     current: frozenset[str] = frozenset()
     cells: dict[tuple[str, str, str, str], Cell] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    wanted: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         """Index the obligations by name."""
@@ -61,6 +65,8 @@ class Ledger:
         where: str = "",
     ) -> None:
         """Hold `actual` to `expected` within its declared tolerance, and count it; AssertionError says where not."""
+        if self.wanted is not None and obligation not in self.wanted:
+            return
         if obligation not in self.current:
             raise ValueError(f"the running test is not marked @pytest.mark.obligation({obligation!r}).")
         dtype = str(dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from paritygate.errors import BadInputError
 from paritygate.harness.pieces import mutants_folder
+from paritygate.spec.losses import load_losses
 from paritygate.spec.project import Project
 
 Edit = tuple[str, str, str]  # file, the text that stands there once, the text of the mistake
@@ -54,13 +55,18 @@ def mutants_of(project: Project) -> Iterator[Mutant]:
 def run_mutants(project: Project, names: Sequence[str], say: Callable[[str], None]) -> int:
     """Make each mutant, or those named, in a copy of the repository; how many are not noticed by what they name.
 
-    Parity of the loss, as it is, has to be green first: a broken baseline would notice everything. Raises BadInputError
-    for a name that no mutant has and for a text that does not stand in its file once.
+    Parity of the loss, as it is, has to be green first: a broken baseline would notice everything. A mutant is held to
+    its obligation alone; of one that lives the line says how that ended. Raises BadInputError for a name that no mutant
+    has, an obligation that the spec has not, and a text that does not stand in its file once.
     """
     mutants = [mutant for mutant in mutants_of(project) if not names or mutant.name in names]
     if not mutants:
         raise BadInputError(f"{mutants_folder(project)} has no mutant{' called ' + ', '.join(names) if names else ''}.")
+    losses = load_losses(project.root)["losses"].values()
+    declared = {name for loss in losses for name in loss["obligations"]}
     for mutant in mutants:
+        if mutant.dies_by not in declared:
+            raise BadInputError(f"{mutant.name} dies by {mutant.dies_by!r}, which {project.spec} does not declare.")
         for file, old, _ in mutant.edits:
             count = (project.root / file).read_text("utf-8").count(old)
             if count != 1:
@@ -78,7 +84,7 @@ def run_mutants(project: Project, names: Sequence[str], say: Callable[[str], Non
             originals = {file: (tree / file).read_text("utf-8") for file, _, _ in mutant.edits}
             for file, old, new in mutant.edits:
                 (tree / file).write_text((tree / file).read_text("utf-8").replace(old, new))
-            output = session(project, tree, mutant.dies_by.partition("/")[0])
+            output = session(project, tree, mutant.dies_by.partition("/")[0], "--obligations", mutant.dies_by)
             for file, text in originals.items():
                 (tree / file).write_text(text)
             noticed = any(
@@ -86,7 +92,8 @@ def run_mutants(project: Project, names: Sequence[str], say: Callable[[str], Non
                 for line in output.splitlines()
             )
             alive += not noticed
-            say(f"{'killed' if noticed else 'LIVES':<7} {mutant.name:<30} {mutant.dies_by}")
+            line = f"{'killed' if noticed else 'LIVES':<7} {mutant.name:<30} {mutant.dies_by}"
+            say(line if noticed else f"{line}: {last(output)}")
     return alive
 
 
@@ -100,9 +107,10 @@ def copy(project: Project, tree: Path) -> None:
     (tree / project.receipts).mkdir(parents=True, exist_ok=True)
 
 
-def session(project: Project, tree: Path, loss: str) -> str:
+def session(project: Project, tree: Path, loss: str, *options: str) -> str:
     """The output of a parity session of one loss in `tree`."""
-    command = [sys.executable, "-B", "-m", "pytest", project.tests, "-q", "--losses", loss, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-B", "-m", "pytest", project.tests, "-q", "-p", "no:cacheprovider"]
+    command += ["--losses", loss, *options]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "PYTEST_"))}
     done = subprocess.run(
         command, cwd=tree, env=inherited, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -111,6 +119,8 @@ def session(project: Project, tree: Path, loss: str) -> str:
 
 
 def last(output: str) -> str:
-    """The line of a session's output that says why it is not green, or its last one."""
+    """The line of a session's output that says how it ended, with the first error, or its last one."""
     lines = [line for line in output.splitlines() if line.strip()]
-    return next((line for line in lines if "NOT green" in line), lines[-1] if lines else "no output")
+    ended = next((line for line in lines if line.startswith("parity: ")), lines[-1] if lines else "no output")
+    error = next((line[2:].strip() for line in lines if line.startswith("E ")), "")
+    return f"{ended} ({error})" if error else ended

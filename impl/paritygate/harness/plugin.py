@@ -30,11 +30,16 @@ def read_no_cached_tests(folders: Sequence[Path]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--device, --losses, --implementation."""
+    """--device, --losses, --obligations, --implementation."""
     group = parser.getgroup("parity")
     group.addoption("--device", default="cpu", metavar="D", help="torch device of the obligations: cpu, cuda, cuda:1")
     group.addoption(
         "--losses", metavar="NAMES", help="show these losses alone, separated by commas: a receipt for them"
+    )
+    group.addoption(
+        "--obligations",
+        metavar="NAMES",
+        help="hold these obligations alone, separated by commas; comparisons for others are left out: no receipt",
     )
     group.addoption(
         "--implementation",
