@@ -19,6 +19,7 @@ from paritygate.errors import Refused
 from paritygate.receipts import canonical, read_parity_receipt, require_parity, write_parity_receipt
 from paritygate.receipts.environment import KERNELS
 from paritygate.receipts.files import digest
+from paritygate.receipts.parity import by_likeness
 from paritygate.receipts.subjects import subjects
 from tests.counts import soak
 from tests.guard.small_tree import ROOT, Tree
@@ -207,6 +208,26 @@ def test_many_old_receipts_do_not_slow_it_and_the_likest_gives_the_reason(tree: 
     assert time.process_time() - start < 2.0
     tree.edit("impl/paritygate/losses/toy.py", '"""The toy loss', '"""A toy loss')
     assert require_parity(tree.root, ["toy"], "cpu").path == receipt
+
+
+def test_of_equally_likely_receipts_an_edit_goes_before_an_addition_and_then_the_newest(tree: Tree) -> None:
+    """The tree is shown, train.py is added and shown, edited and shown, and edited once more."""
+    (first,) = tree.receipts()
+    statement = json.loads(first.read_bytes())
+    paths, arguments = [first], statement["predicate"]["configuration"][3]
+    assert arguments["name"] == "session"
+    arguments["annotations"]["arguments"] = ["-q", "--losses", "toy"]
+    arguments["digest"]["sha256"] = digest(arguments["annotations"])
+    for number in range(8):
+        entry = {"name": "train.py", "digest": {"sha256": f"{number:064x}"}}
+        subject = sorted([*statement["subject"], entry], key=lambda entry: entry["name"])
+        paths.append(write_parity_receipt(tree.root, statement | {"subject": subject}))
+        os.utime(paths[-1], (number, number))
+    (tree.root / "train.py").write_text("# the third text\n")
+    ranked = by_likeness(tree.root, subjects(tree.root))
+    assert ranked == paths[8:4:-1]
+    with pytest.raises(Refused, match=r"^train.py was edited since .*: run `pytest --losses toy` and try again\.$"):
+        require_parity(tree.root, ["toy"], "cpu")
 
 
 def test_a_good_receipt_holds_whatever_lies_beside_it(tree: Tree) -> None:

@@ -171,18 +171,22 @@ def how_far(reason: tuple[float, str]) -> float:
 
 
 def by_likeness(root: Path, files: Mapping[str, str]) -> list[Path]:
-    """The receipts worth reading: all that name every digest in `files`, then the few that name most of them."""
-    digests = [value.encode() for value in files.values()]
-    ranked: list[tuple[int, Path]] = []
+    """The receipts worth reading: all that name every digest in `files`, then the few that name most of them.
+
+    Of equals, one that names a file with another digest goes before one that does not name it, and then the newest.
+    """
+    entries = [(canonical(name), value.encode()) for name, value in files.items()]
+    ranked: list[tuple[int, int, float, Path]] = []
     for path in sorted((root / project_at(root).receipts).glob("parity-*.json")):
         try:
-            data = read_plain(path)
+            data, written = read_plain(path), path.stat().st_mtime
         except OSError:
-            data = b""  # whoever asks for this one is told what is wrong with it; it hides no other
-        ranked.append((sum(value not in data for value in digests), path))
+            data, written = b"", 0.0  # whoever asks for this one is told what is wrong with it; it hides no other
+        other = [name for name, value in entries if value not in data]
+        ranked.append((len(other), sum(name not in data for name in other), -written, path))
     ranked.sort()
-    whole = [path for missing, path in ranked if missing == 0]
-    return whole + [path for missing, path in ranked if missing > 0][:4]
+    whole = [path for missing, *_, path in ranked if missing == 0]
+    return whole + [path for missing, *_, path in ranked if missing > 0][:4]
 
 
 def refuse_other_tree(run_dir: Path, files: Mapping[str, str]) -> None:
@@ -198,23 +202,27 @@ def misfit(
     """Why `receipt` does not hold here, with how far it got (more is closer), or None when it holds."""
     shown = receipt.part("environment")
     kind = device_class(device)
+    how = HOW
+    if any(argument.startswith("--losses") for argument in receipt.part("session")["arguments"]):
+        names = ",".join(sorted({name.partition("/")[0] for name in wanted}))
+        how = f"run `pytest --losses {names}` and try again"
     if shown["device"] != kind:
-        hint = f"run `pytest -m gpu --device {device}`" if kind == "cuda" else HOW
+        hint = f"run `pytest -m gpu --device {device}`" if kind == "cuda" else how
         return (
             1,
             f"no parity receipt for device {kind}, {receipt.path.name} is for {shown['device']}: {hint}.",
         )
     if change := difference(receipt.subjects, files):
-        return 2, f"{change} since parity was shown ({receipt.path.name}): {HOW}."
+        return 2, f"{change} since parity was shown ({receipt.path.name}): {how}."
     here = environment(device)
     for place, key in enumerate(DECIDING):
         if here[key] != shown.get(key):
             stated = shown.get(key, "nothing said of it")
-            return 3 + place / 100, f"{key} is {here[key]} here, {receipt.path.name} was shown with {stated}: {HOW}."
+            return 3 + place / 100, f"{key} is {here[key]} here, {receipt.path.name} was shown with {stated}: {how}."
     if change := version_change(receipt, root):
-        return 4, f"{change}, in {receipt.path.name}: {HOW}."
+        return 4, f"{change}, in {receipt.path.name}: {how}."
     if missing := shortfalls(wanted, receipt.part("obligations")):
-        return 5, f"{receipt.path.name} does not cover the experiment: {missing[0]}; {HOW}."
+        return 5, f"{receipt.path.name} does not cover the experiment: {missing[0]}; {how}."
     return None
 
 
