@@ -1,7 +1,10 @@
 """`python -m paritygate.harness new`: where the pieces of a loss go in this repository, and what its mutant names."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,53 @@ def test_an_empty_folder_becomes_a_repository_and_a_pyproject_that_is_there_is_l
     with pytest.raises(BadInputError, match=r"has no \[tool.paritygate\](.|\n)*src/my_losses"):
         project_for(other)
     assert (other / "pyproject.toml").read_text() == "[project]\nname = 'x'\n"
+
+
+def test_the_drafts_are_linted_and_formatted(like_this_one: Path) -> None:
+    harness = "impl/paritygate/harness"  # without it ruff takes the harness for a third party's
+    (like_this_one / harness).symlink_to(ROOT / harness)
+    paths = [path for path in write_pieces(project_at(like_this_one), "entropy_kl") if path.endswith(".py")]
+    for command in (("check",), ("format", "--diff")):
+        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", *paths]
+        done = subprocess.run(ruff, cwd=like_this_one, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_drafts_once_filled_hold_the_gradient_to_sixty_digits_and_ask_for_each_todo(tmp_path: Path) -> None:
+    """The loss is minus the sum of the unmasked log-probabilities; first with twice its gradient, in both."""
+    project, _ = project_for(tmp_path)
+    write_pieces(project, "hinge")
+    reference, implementation, test = (
+        tmp_path / name
+        for name in ("reference/my_reference/hinge.py", "src/my_losses/hinge.py", "tests/parity/test_hinge.py")
+    )
+
+    def fill(path: Path, old: str, new: str) -> None:
+        text = path.read_text()
+        assert text.count(old) == 1, (path, old)
+        path.write_text(text.replace(old, new))
+
+    def session() -> str:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--losses", "hinge"]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        return subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True, check=False).stdout
+
+    fill(reference, 'raise NotImplementedError("hinge has no def', 'return -float(np.sum(mask * logprobs))  # ("')
+    fill(reference, 'raise NotImplementedError("hinge has no gra', 'return -2.0 * mask  # ("')
+    fill(
+        implementation,
+        'raise NotImplementedError("',
+        'return (logprobs.detach() - 2 * logprobs)[mask == 1].sum()  # ("',
+    )
+    fill(test, 'raise NotImplementedError("', 'return -sum(x for x, m in zip(logprobs, mask, strict=True) if m)  # ("')
+    output = session()
+    assert "hinge/oracle (float64, cpu, ordinary, against mpmath) at the gradient" in output, output
+    fill(reference, "-2.0", "-1.0")
+    fill(implementation, "logprobs.detach() - 2 * logprobs", "-logprobs")
+    output = session()
+    assert output.partition("parity: NOT green, no receipt: ")[2].splitlines()[:-1] == [
+        "the source of hinge in the spec is still a TODO",
+        "  the because of the tolerances of hinge/value in the spec is still a TODO",
+        "  the because of the tolerances of hinge/gradient in the spec is still a TODO",
+        "  the because of the tolerances of hinge/oracle in the spec is still a TODO",
+    ], output

@@ -22,7 +22,7 @@ from paritygate.harness.ledger import Ledger
 from paritygate.receipts import parity
 from paritygate.receipts.origins import refuse_shadowed
 from paritygate.receipts.subjects import difference, subjects
-from paritygate.spec.losses import device_class, required, shortfalls
+from paritygate.spec.losses import device_class, required, shortfalls, unwritten
 from paritygate.spec.project import Project
 
 
@@ -161,6 +161,8 @@ class Session:
             reasons.extend(self.changes())
         reasons.extend(self.book.failures)
         reasons.extend(shortfalls(wanted, self.book.results()))
+        if not self.alone:
+            reasons.extend(unwritten(self.book.spec, self.losses or self.book.spec["losses"]))
         if exitstatus != pytest.ExitCode.OK and not reasons:
             reasons.append(f"pytest ended with exit code {int(exitstatus)}")
         return reasons

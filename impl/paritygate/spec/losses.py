@@ -15,6 +15,7 @@ from paritygate.spec.strict import parse_json, read_plain
 def load_losses(root: Path) -> dict[str, Any]:
     """What the project at `root` declares; `tolerances` of an obligation are rows {"dtype", "device", "regime", ...}.
 
+    Where it names a class, its `because` is the class's.
     Raises Refused when the file is missing, not JSON or of another form, names a class of tolerances that it has not,
     or declares two tolerances for one dtype, device and regime.
     """
@@ -30,12 +31,14 @@ def load_losses(root: Path) -> dict[str, Any]:
 
 def _expanded(spec: dict[str, Any], path: Path) -> dict[str, Any]:
     """`spec` without its classes of tolerances: each obligation has the rows of the class that it names."""
-    classes = {name: _rows(entry["rows"]) for name, entry in spec.pop("tolerances", {}).items()}
+    entries = spec.pop("tolerances", {})
+    classes = {name: _rows(entry["rows"]) for name, entry in entries.items()}
     for name, obligation in ((n, o) for loss in spec["losses"].values() for n, o in loss["obligations"].items()):
         declared = obligation["tolerances"]
         if isinstance(declared, str):
             if declared not in classes:
                 raise Refused(f"{path}: {name} names the tolerances {declared!r}; there are {', '.join(classes)}.")
+            obligation["because"] = entries[declared]["because"]
             obligation["tolerances"] = declared = [dict(row) for row in classes[declared]]
         cells = [(row["dtype"], row["device"], row["regime"]) for row in declared]
         if twice := next((cell for cell in cells if cells.count(cell) > 1), None):
@@ -51,6 +54,18 @@ def _rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for regime, dtype in itertools.product(row["regimes"], row["dtypes"]):
             result.append({"dtype": dtype, "device": row.get("device", "any"), "regime": regime, **limits})
     return result
+
+
+def unwritten(spec: Mapping[str, Any], losses: Iterable[str]) -> list[str]:
+    """One sentence for each text of `losses` that begins with TODO, as drafts do: nothing is shown by it."""
+    texts: dict[str, str] = {}
+    for loss in losses:
+        entry = spec["losses"][loss]
+        texts |= {f"{key} of {loss}": entry[key] for key in ("title", "source")}
+        for name, obligation in entry["obligations"].items():
+            texts[f"claim of {name}"] = obligation["claim"]
+            texts[f"because of the tolerances of {name}"] = obligation.get("because", "")
+    return [f"the {what} in the spec is still a TODO" for what, text in texts.items() if text.startswith("TODO")]
 
 
 DEVICE = re.compile(r"(cpu|cuda)(?::(0|[1-9][0-9]{0,3}))?")
