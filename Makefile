@@ -32,7 +32,7 @@ endif
 
 help:
 	@echo 'make run     set up, prove parity, run the local experiment ($(SPEC))'
-	@echo 'make test    set up, run the whole suite'
+	@echo 'make test    set up, run the whole suite          make env   set up .venv alone'
 	@echo 'make soak    the suite at full counts: kills, flips, fuzzing, simulations, all mutants'
 	@echo 'make parity  prove the losses, write a receipt    make data  fetch tau-bench retail'
 	@echo 'make mutants show that the proof can fail         make cookbook  install the optional tinker-cookbook'

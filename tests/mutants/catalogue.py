@@ -1,7 +1,7 @@
 """All mutants: those of every module of this folder, and of those in it, that has MUTANTS or HARMLESS."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tests.mutants.mutant import Mutant
@@ -19,6 +19,14 @@ def collected(kind: str) -> Iterator[Mutant]:
 MUTANTS = tuple(collected("MUTANTS"))
 HARMLESS = tuple(collected("HARMLESS"))
 """Edits that change nothing and have to live."""
+
+
+def with_obligations(names: Collection[str]) -> set[str]:
+    """The names, and for a loss among them what its mutants die by, and itself where it has harmless edits."""
+    of_losses = {m.dies_by: m.dies_by.partition("/")[0] for m in MUTANTS if "::" not in m.dies_by}
+    left = {*of_losses.values()} - {m.dies_by for m in HARMLESS}
+    return {*names} - left | {obligation for obligation, loss in of_losses.items() if loss in names}
+
 
 QUICK = (
     "flat-mean",

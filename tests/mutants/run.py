@@ -1,6 +1,7 @@
 """Show that the proof can fail: every mutant dies by what it names, harmless edits survive.
 
-`python tests/mutants/run.py [NAME | OBLIGATION | service ...]`. A green baseline of what the mutants die by comes
+`python tests/mutants/run.py [NAME | OBLIGATION | LOSS | service ...]`: a loss stands for all that die by its
+obligations, `service` for the harmless servers. A green baseline of what the mutants die by comes
 first: a broken one would kill everything. A mutant of the losses is a copy with its edits, imported in a process of its
 own and held to its obligation alone; the compiled kernels' are expressions of one library of which a number chooses
 one; an embedded server with a mistake is proved as a service; every other is made in a copy of the tree, where its test
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import torch  # noqa: E402, F401 - once, before the processes part
 
 from paritygate.spec.losses import load_losses  # noqa: E402
 from tests.mutants import hold_service, kernels  # noqa: E402
-from tests.mutants.catalogue import HARMLESS, MUTANTS  # noqa: E402
+from tests.mutants.catalogue import HARMLESS, MUTANTS, with_obligations  # noqa: E402
 from tests.mutants.hold import Outcome, forked, of_kernels, of_losses  # noqa: E402
 from tests.mutants.mutant import Mutant  # noqa: E402
 
@@ -90,7 +91,7 @@ def spare(mutant: Mutant) -> Checked:
     return outcome, None if alive else f"{mutant.name} changes nothing and died: {outcome.words}"
 
 
-def groups(names: Sequence[str]) -> list[list[str]]:
+def groups(names: Collection[str]) -> list[list[str]]:
     """The obligations of the chosen mutants, or all, loss by loss."""
     declared = [list(entry["obligations"]) for entry in load_losses(ROOT)["losses"].values()]
     wanted = {m.dies_by for m in (*MUTANTS, *HARMLESS) if m.name in names or m.dies_by in names}
@@ -177,7 +178,7 @@ def by_tests(mutants: Sequence[Mutant]) -> list[str]:
         return complaints
 
 
-def by_obligations(mutants: Sequence[Mutant], harmless: Sequence[Mutant], names: Sequence[str]) -> list[str]:
+def by_obligations(mutants: Sequence[Mutant], harmless: Sequence[Mutant], names: Collection[str]) -> list[str]:
     """Baseline, kills and survivals of the mutants of the losses; what is not as the catalogue says."""
     started = time.monotonic()
     plain: list[tuple[Callable[[Any], Checked], Any]] = [(baseline, group) for group in groups(names)]
@@ -237,8 +238,9 @@ def say(word: str, mutant: Mutant, seconds: float) -> None:
     print(f"{word:<7} {mutant.name:<34} {mutant.dies_by.rpartition('::')[2]:<26} {seconds:.1f} s", flush=True)
 
 
-def main(names: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """The chosen mutants, or all; 1 where anything is not as the catalogue says, 2 for an unknown name."""
+    names = with_obligations(words)
     if unknown := set(names) - {x for m in (*MUTANTS, *HARMLESS) for x in (m.name, m.dies_by)}:
         print(f"no mutant is called, nor dies by, {', '.join(sorted(unknown))}")
         losses = {name.partition("/")[0] for name in unknown}
@@ -250,7 +252,7 @@ def main(names: Sequence[str]) -> int:
         for catalogue in (MUTANTS, HARMLESS)
     )
     complaints: list[str] = []
-    served, spared = ([m for m in chosen if is_service(m)] for chosen in (mutants, harmless))
+    served, spared = ([m for m in some if is_service(m)] for some in (mutants, harmless))
     losses = [m for m in mutants if not is_test(m) and not is_service(m)]
     others, harmless = [m for m in mutants if is_test(m)], [m for m in harmless if not is_service(m)]
     count = len(mutants) + len(harmless) + len(spared)
@@ -268,5 +270,5 @@ def main(names: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants, or what they die by; all by default")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants, what they die by, or losses; all by default")
     sys.exit(main(parser.parse_args().names))

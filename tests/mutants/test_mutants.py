@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paritygate.spec.losses import load_losses
-from tests.mutants import hold_service
-from tests.mutants.catalogue import HARMLESS, MUTANTS, QUICK
+from tests.mutants import catalogue, hold_service
+from tests.mutants.catalogue import HARMLESS, MUTANTS, QUICK, with_obligations
 from tests.mutants.mutant import Mutant
 
 HERE = Path(__file__).parent
@@ -57,3 +57,11 @@ def test_names_are_unique() -> None:
     counts = Counter(mutant.name for mutant in (*MUTANTS, *HARMLESS))
     assert max(counts.values()) == 1
     assert set(QUICK) <= counts.keys()
+
+
+def test_the_name_of_a_loss_stands_for_what_its_mutants_die_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = {"grpo/value", "grpo/equal_rewards", "grpo/constant"}
+    assert with_obligations(["flat-mean"]) == {"flat-mean"}
+    assert with_obligations(["grpo"]) == {"grpo", *died}
+    monkeypatch.setattr(catalogue, "HARMLESS", ())
+    assert with_obligations(["grpo"]) == died  # all that the catalogue knows of
