@@ -36,8 +36,9 @@ class Session:
         self.claimed = frozenset(required(book.spec, book.device, self.losses)) | frozenset(
             name for loss in self.losses or book.spec["losses"] for name in book.spec["losses"][loss]["obligations"]
         )
-        self.alone = bool(names := config.getoption("--obligations"))
-        if self.alone:
+        names: str | None = config.getoption("--obligations")
+        self.alone = names is not None
+        if names is not None:
             self.claimed = book.wanted = frozenset(names.split(","))
             if unknown := self.claimed - required(book.spec, book.device, self.losses).keys():
                 raise Refused(
