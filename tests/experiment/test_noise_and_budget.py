@@ -1,5 +1,6 @@
 """A service that does not repeat its bits, and a budget that binds: measured, recorded, stopped only where it must."""
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,7 @@ from paritygate.experiment.phases import activation_pilot
 from paritygate.experiment.phases.preflight import forced_checks, restoration_preflight
 from paritygate.experiment.run.account.budget import Account, BudgetSpentError
 from paritygate.experiment.run.journal import Timings, read_lines
+from paritygate.experiment.run.options import Settings
 from paritygate.experiment.run.outcome import PhaseStopped
 from paritygate.experiment.run.state import State
 from paritygate.experiment.run.tokenizers import tokenizer_digest
@@ -220,6 +222,28 @@ def test_a_fallback_takes_no_step_past_the_minutes_that_all_have(tmp_path: Path)
     timings.append(activation_pilot.PHASE, what="spent", variant="max_turns", seconds=60 * 15 + 1)
     timings.append(activation_pilot.PHASE, what="spent", variant="", seconds=10_000)
     assert activation_pilot.fallback_seconds(run) == 901
+
+
+def test_a_fallback_steps_up_to_exactly_its_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = state()
+    timings = Timings(tmp_path / "timings.jsonl")
+    run.account = Account(timings, run.exp.budget)
+
+    async def one_step(runs: Any, steps: int, collector: Any, before: Any) -> None:
+        before()
+
+    async def collector(state: Any, settings: Any) -> None:
+        return None
+
+    monkeypatch.setattr(activation_pilot, "advance", one_step)
+    monkeypatch.setattr(activation_pilot.Collector, "of", collector)
+    seconds = 60 * run.exp.protocol.pilot.max_fallback_minutes
+    timings.append(activation_pilot.PHASE, what="spent", variant="max_turns", seconds=seconds)
+    asyncio.run(activation_pilot.pilot(run, [], Settings(12, "current"), "max_turns"))
+    timings.append(activation_pilot.PHASE, what="spent", variant="max_turns", seconds=0.0001)
+    asyncio.run(activation_pilot.pilot(run, [], Settings(12, "current"), ""))
+    with pytest.raises(activation_pilot.FallbacksTimedOut):
+        asyncio.run(activation_pilot.pilot(run, [], Settings(12, "current"), "max_turns"))
 
 
 def test_a_tokenizer_has_a_digest_that_follows_its_ids() -> None:

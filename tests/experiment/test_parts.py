@@ -141,6 +141,13 @@ def test_the_journal_is_rebuilt_from_its_units(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "metrics.jsonl")[-1]["index"] == 12
 
 
+def test_the_thousandth_step_comes_after_the_one_before_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for index, step in enumerate((1000, 999, 100)):
+        journal.commit(f"lane/step-{step:03d}", unit(index))
+    assert journal.units() == ["lane/step-100", "lane/step-999", "lane/step-1000"]
+
+
 def test_a_unit_is_committed_once(tmp_path: Path) -> None:
     Journal(tmp_path).commit("lane/step-000", unit(0))
     with pytest.raises(FileExistsError):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paritygate.errors import Refused
+from paritygate.receipts import rerun
 from paritygate.receipts.environment import settings
 from paritygate.receipts.parity import read_parity_receipt
 from tests.guard.small_tree import Tree
@@ -153,6 +155,39 @@ def test_what_chooses_other_machine_code_is_bound(tree: Tree, name: str) -> None
     tree.refused(f"settings is {name}={SET[name]} here, parity-", **{name: SET[name]})
     if name == "LD_PRELOAD":
         tree.check_refused(f"settings is {name}=", **{name: SET[name]})
+
+
+READ_BY_LIBRARIES = (  # the loader and libc; ATen, NumPy, OpenBLAS; MKL; oneDNN under both its names; cuBLAS, Triton
+    *("LD_PRELOAD", "LD_AUDIT", "DYLD_INSERT_LIBRARIES", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "GLIBC_TUNABLES"),
+    *("ATEN_CPU_CAPABILITY", "NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "OPENBLAS_CORETYPE"),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE"),
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET", "TRITON_KERNEL_OVERRIDE", "TRITON_OVERRIDE_DIR"),
+    *("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"),
+)
+
+
+@pytest.mark.parametrize("name", READ_BY_LIBRARIES)
+def test_each_setting_is_stated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    assert settings() == f"{name}=1"
+
+
+def test_the_rerun_sees_what_decides_its_numbers_and_nothing_else(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    decides = ["CXX", "PARITYGATE_KERNELS", "PARITYGATE_BFLOAT16", "OMP_NUM_THREADS", "MKL_NUM_THREADS"]
+    decides += ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", *READ_BY_LIBRARIES]
+    for name in (*decides, "PYTHONPATH", "PYTEST_ADDOPTS"):
+        monkeypatch.setenv(name, "1")
+    seen: dict[str, str] = {}
+
+    def no_worktree(root: Path, folder: Path, environment: dict[str, str]) -> None:
+        seen.update(environment)
+        raise Refused("seen")
+
+    monkeypatch.setattr(rerun, "clean_worktree", no_worktree)
+    with pytest.raises(Refused, match="seen"):
+        rerun.rerun_parity(tree.root, read_parity_receipt(tree.receipts()[0]), "cpu")
+    assert {name for name, value in seen.items() if value == "1"} - {"PYTEST_DISABLE_PLUGIN_AUTOLOAD"} == set(decides)
 
 
 def test_a_library_that_is_preloaded_is_bound_by_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

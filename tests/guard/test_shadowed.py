@@ -1,13 +1,15 @@
 """Kind 12, wider: modules that take the place of ours, of the standard library's, or of a dependency."""
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from paritygate.receipts.origins import ask_alone
-from tests.guard.small_tree import Tree
+from paritygate.errors import Refused
+from paritygate.receipts.origins import ask_alone, refuse_shadowed
+from tests.guard.small_tree import ROOT, Tree
 
 
 def shadow(folder: Path, name: str) -> Path:
@@ -60,6 +62,18 @@ def test_what_python_imports_before_everything_is_its_own(tree: Tree, tmp_path: 
     for path in tree.receipts():
         path.unlink()
     not_green(tree, tree.parity(PYTHONPATH=str(tmp_path)), f"{name} comes from {tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["sitecustomize", "usercustomize"])
+def test_a_startup_module_of_elsewhere_is_refused_where_python_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text("")
+    spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+    assert spec is not None
+    monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
+    with pytest.raises(Refused, match=f"{name} comes from {tmp_path}"):
+        refuse_shadowed(ROOT)
 
 
 def test_another_user_base_is_not_this_python_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
