@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -194,6 +194,30 @@ def taught(tau_bench_dir: Path, composites: list[float], index: int, reward: flo
     scores = asyncio.run(collector.teach(scorer, index, group))
     assert isinstance(group[index].trajectory, Trajectory)
     return scores, offline(POLICY).decode(scorer.scored[0])
+
+
+@pytest.mark.parametrize(
+    ("context_length", "evaluated", "scored", "trained"),
+    [(1000, 1000, 999, 999), (10**6, 10**6, 10**6 - 1, 8192), (None, 8192, 8192, 8192)],
+)
+def test_the_longest_sequence_by_the_context_of_the_service_and_the_spec(
+    tau_bench_dir: Path, context_length: int | None, evaluated: int, scored: int, trained: int
+) -> None:
+    """A scoring samples one token too; the max_seq_len of 8192 bounds training, and all where no context is known."""
+    collector = collector_of(tau_bench_dir, context_length)
+    assert (collector.longest_evaluated, collector.longest_scored, collector.longest_trained) == (
+        evaluated,
+        scored,
+        trained,
+    )
+
+
+def test_the_student_is_scored_again_under_its_own_context(tau_bench_dir: Path) -> None:
+    collector = collector_of(tau_bench_dir)
+    gold, scorer = collector.gold("train", 3), Scorer()
+    logprobs = asyncio.run(collector.score_again(cast(Any, scorer), gold))
+    assert scorer.scored == [list(gold.tokens)]
+    assert logprobs == tuple(-1.0 if bit else None for bit in gold.mask)
 
 
 @pytest.mark.parametrize(
