@@ -2,8 +2,10 @@
 
 import hashlib
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,6 +190,20 @@ def test_the_rerun_sees_what_decides_its_numbers_and_nothing_else(tree: Tree, mo
     with pytest.raises(Refused, match="seen"):
         rerun.rerun_parity(tree.root, read_parity_receipt(tree.receipts()[0]), "cpu")
     assert {name for name, value in seen.items() if value == "1"} - {"PYTEST_DISABLE_PLUGIN_AUTOLOAD"} == set(decides)
+
+
+def test_the_rerun_is_an_isolated_python(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """-I: neither the working folder nor the user's packages are on the path of the process that shows parity again."""
+    asked: list[list[str]] = []
+
+    def not_run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "not run")
+
+    monkeypatch.setattr(rerun.subprocess, "run", not_run)
+    with pytest.raises(Refused, match="not run"):
+        rerun.run_parity(tree.root, "cpu", read_parity_receipt(tree.receipts()[0]), {})
+    assert [command[:5] for command in asked] == [[sys.executable, "-I", "-m", "pytest", "tests/parity"]]
 
 
 def test_a_library_that_is_preloaded_is_bound_by_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

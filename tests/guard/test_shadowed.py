@@ -1,5 +1,6 @@
 """Kind 12, wider: modules that take the place of ours, of the standard library's, or of a dependency."""
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paritygate.errors import Refused
-from paritygate.receipts.origins import ask_alone, refuse_shadowed
+from paritygate.receipts.origins import ask_alone, look_up, places, refuse_shadowed
 from tests.guard.small_tree import ROOT, Tree
 
 
@@ -74,6 +75,20 @@ def test_a_startup_module_of_elsewhere_is_refused_where_python_has_none(
     monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
     with pytest.raises(Refused, match=f"{name} comes from {tmp_path}"):
         refuse_shadowed(ROOT)
+
+
+def test_a_package_is_where_its_submodules_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded or not; one without an __init__.py has no file of its own, so that its folder alone tells of it."""
+    (tmp_path / "hollow_here").mkdir()
+    file = shadow(tmp_path, "whole_here") / "whole_here" / "__init__.py"
+    file.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, expected in (("hollow_here", []), ("whole_here", [str(file)])):
+        expected.append(str(tmp_path / name))
+        assert look_up(name) == expected
+        module = importlib.import_module(name)
+        monkeypatch.delitem(sys.modules, name)
+        assert places(module) == expected
 
 
 def test_another_user_base_is_not_this_python_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
