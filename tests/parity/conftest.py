@@ -1,7 +1,10 @@
 """What a parity session need not wait for: the compilers, which run beside the first tests, and the collector."""
 
+import contextlib
 import gc
+import os
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -25,13 +28,35 @@ def is_of_a_run(item: pytest.Item) -> bool:
     return any(name.startswith("policy_gradient/") for name in obligations_of(item))
 
 
+def build_behind(build: Callable[[], object]) -> None:
+    """Start a build in a thread of its own; it and its compilers take what the tests leave of the cores."""
+
+    def run() -> None:
+        with contextlib.suppress(OSError, AttributeError):  # of this thread, on Linux; its processes inherit it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        build()
+
+    BUILDS.append(threading.Thread(target=run))
+    BUILDS[-1].start()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the builds that a whole session needs while its tests are still collected."""
+    if not (config.getoption("--implementation") or config.getoption("--losses") or config.getoption("collectonly")):
+        start_builds()
+
+
+def start_builds() -> None:
+    """A thread a library, once."""
+    for build in () if BUILDS else (cpp.unavailable, products.available):
+        build_behind(build)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the builds where they are needed, a thread a library; keep the garbage collector from what is imported."""
+    """Start the builds where they are needed; keep the garbage collector from what is imported."""
     ours = not session.config.getoption("--implementation") and not session.config.getoption("collectonly")
     if ours and any(needs_kernels(item) or is_of_a_run(item) for item in session.items):
-        BUILDS.extend(threading.Thread(target=build) for build in (cpp.unavailable, products.available))
-    for build in BUILDS:
-        build.start()
+        start_builds()
     gc.freeze()
     gc.set_threshold(500_000, 20, 20)
 
