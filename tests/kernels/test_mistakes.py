@@ -35,6 +35,13 @@ def spod_holds() -> None:
         result, gradient = spod.success_preserving_loss_and_grad(**data)
         assert not result.gate.any()
         assert (gradient == 0).all()
+    index = torch.zeros(2, dtype=torch.int64)
+    for x in (1e-12, -1e-12):  # beside a row of -100,000 nats, where a total has an ulp of 1e-11
+        student = torch.tensor([[-1e5, 0.0], [0.0, 0.0]])
+        teacher = torch.tensor([[-1e5, 0.0], [-x, 0.0]])
+        success = torch.ones(1, dtype=torch.bool)
+        _, gradient = spod.success_preserving_loss_and_grad(student, teacher, index, index, index[:1], success)
+        assert (float(gradient[1, 0]) < -0.1) == (x > 0)  # the floor's -1/4, else the KL's 1e-13
 
 
 def divergences_hold(ks: tuple[int | None, ...]) -> None:
@@ -49,6 +56,14 @@ def divergences_hold(ks: tuple[int | None, ...]) -> None:
         slope = reference.logit_loss_grad(*arrays, **options)
         assert float(loss) == pytest.approx(reference.logit_loss(*arrays, **options), rel=1e-6, abs=1e-12)
         assert np.abs(gradient.double().numpy() - slope).max() <= 3e-7 * np.abs(slope).max() + 1e-14
+    student, teacher = (torch.tensor([[[-1e30, -1, 0], [-1e30, -1, -1]]]) for _ in range(2))
+    teacher[0, :, 0], teacher[0, :, 2] = 1e30, teacher[0, :, 2] + 1
+    for k in {None if k is None else 2 for k in ks}:  # -1 and 0 count beside 1e30, and beside each other
+        options = {"top_k": k, "divergence": "reverse_kl", "aggregation": "token_sum"}
+        slope = reference.logit_loss_grad(*(x.double().numpy() for x in (student, teacher)), np.ones((1, 2)), **options)
+        got = sdpo.logit_loss_grad(student, teacher, torch.ones(1, 2), **options).double().numpy()
+        assert np.abs(slope).max() > 0.1
+        assert np.abs(got - slope).max() <= 1e-6
 
 
 COMPARISONS = {
