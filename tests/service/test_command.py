@@ -14,7 +14,7 @@ import pytest
 
 from paritygate import server
 from paritygate.server.sessions.checkpoints import Store
-from paritygate.service import receipt
+from paritygate.service import receipt, report
 from paritygate.service.__main__ import main
 from paritygate.service.obligations import load
 from tests.counts import SOAK
@@ -196,6 +196,36 @@ def test_a_proof_from_the_command(running: server.Running, tmp_path: Path, capsy
     signed = receipt.verify(path.with_suffix(".receipt.json"))
     assert signed["model"] == running.model_name
     assert running.api_key not in path.read_text() + page + json.dumps(signed)
+    a_finished_proof_is_not_replaced_by_another(running, path, capsys, monkeypatch)
+
+
+def a_finished_proof_is_not_replaced_by_another(
+    running: server.Running, path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """Nor its receipt left beside one that replaces it and does not finish."""
+    files = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    assert files.keys() == {"p.json", "p.html", "p.receipt.json"}
+    options = ["--base-url", running.base_url, "--json", str(path), "--quiet"]
+    for others in (["--only", "value/ppo"], ["--model", "other"], ["--base-url", unused()]):
+        assert main([*options, *others]) == 2
+        assert f"{path} holds a finished proof of {running.base_url}" in (refusal := sentence(capsys))
+        assert "3 obligations" in refusal
+        assert "--fresh" in refusal
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == files
+
+    def interrupted(*_: Any, save: Any, earlier: Any, **__: Any) -> None:
+        begun = report.read(path)
+        assert begun is not None
+        begun.complete = False
+        save(begun)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paritygate.service.proof.prove_at", interrupted)
+    for again in (["--only", "value/ppo", "--fresh"], ["--only", "value/ppo", "--only", "gradient/ppo"]):
+        for name, data in files.items():
+            path.with_name(name).write_bytes(data)
+        assert main([*options, *again]) == 130
+        assert {file.name for file in path.parent.iterdir()} == {"p.json", "p.html"}
 
 
 def test_what_a_killed_proof_leaves_is_deleted_by_the_service(
@@ -302,36 +332,3 @@ def test_ctrl_c_before_anything_is_known(tmp_path: Path) -> None:
     assert proof.returncode == 130
     assert err == "paritygate.service: interrupted; the same command goes on from here.\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_a_finished_proof_is_not_replaced_by_another(
-    running: server.Running, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", running.api_key)
-    path = tmp_path / "p.json"
-    options = ["--base-url", running.base_url, "--json", str(path), "--quiet"]
-    assert main([*options, "--only", "wire/models", "--only", "wire/verbs"]) == 0
-    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert files.keys() == {"p.json", "p.html", "p.receipt.json"}
-    capsys.readouterr()
-    for others in (["--only", "wire/models"], ["--only", "wire", "--model", "other"], ["--base-url", unused()]):
-        assert main([*options, *others]) == 2
-        assert f"{path} holds a finished proof of {running.base_url}" in (refusal := sentence(capsys))
-        assert "2 obligations" in refusal
-        assert "--fresh" in refusal
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
-    assert main([*options, "--only", "wire/models", "--fresh"]) == 0  # asked for
-    assert [one["name"] for one in json.loads(path.read_text())["obligations"]] == ["wire/models"]
-    assert main([*options, "--only", "wire/models"]) == 0  # the same again
-
-
-def test_a_new_proof_removes_the_receipt_of_the_old_one(
-    running: server.Running, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", running.api_key)
-    path = tmp_path / "p.json"
-    options = ["--base-url", running.base_url, "--only", "wire/models", "--json", str(path), "--quiet", "--fresh"]
-    assert main(options) == 0
-    monkeypatch.setattr("paritygate.service.__main__._finish", lambda *_: None)  # killed before its own
-    assert main(options) == 0
-    assert {file.name for file in tmp_path.iterdir()} == {"p.json", "p.html"}
