@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paritygate.server.sessions.service import Service
 
 DTYPES = ("float32", "bfloat16")
+WIDE = 256  # hidden size from which on a second thread is worth its start: the tiny model's products are too small
 
 
 @dataclass
@@ -66,8 +67,9 @@ def start(
 
     Port 0 takes a free one; no key makes one; no `state_dir` keeps saved states in a folder that goes with the server.
     One CPU thread runs the model unless `threads` says more; with `share_cores`, as many as the machine has cores for
-    each busy server of this user that shares them. With the compiled kernels (products.py) their number
-    changes no bit of a sample or logprob; without a compiler it may, and so may batching at more than one.
+    each busy server of this user that shares them, where the model is not tiny. With the compiled kernels
+    (products.py) their number changes no bit of a sample or logprob; without a compiler it may, and so may batching
+    at more than one.
     Raises BadInputError for an unusable model, key, dtype, port or state folder.
     """
     from paritygate.server.model import sources
@@ -95,7 +97,7 @@ def start(
         from paritygate.server.sessions.service import Service
 
         network = Network.load(source.folder, getattr(torch, dtype))
-        cores = SharedCores() if share_cores else None
+        cores = SharedCores() if share_cores and network.shape.hidden >= WIDE else None
         engine = Engine(network, limits, _tokenizer(source.folder), threads, cores)
         service = Service(engine, Store(folder), limits, source.name)
         config = uvicorn.Config(

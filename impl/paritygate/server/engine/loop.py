@@ -96,7 +96,10 @@ class Engine:
             if self._stopping:
                 break
             if self.cores is not None:
-                use_threads(self.cores.share(), self.network.dtype)
+                share = self.cores.share()
+                # A product of a few rows is done before a second thread has begun, for which it would have to wait.
+                wide = self._tasks or self._waiting or self._prefilling
+                use_threads(share if wide else 1, self.network.dtype)
             self._advance_task()
             try:
                 with torch.no_grad():
