@@ -1,4 +1,4 @@
-"""Samples that two seeds share are told, and are no departure: no page says that they may not be."""
+"""Samples that two seeds share are reported, and are no departure: no page says that they may not be."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -261,7 +261,7 @@ def seed_neighbours(lab: Lab) -> Measured:
     """Whether requests with neighbouring seeds share samples, as where sample i of seed s is drawn with seed s + i.
 
     The SDK's page says "random seed for reproducible generation" and nothing of two seeds, and vLLM numbers samples so
-    (v1/engine/parallel_sampling.py): samples that are shared are told, and are no departure.
+    (v1/engine/parallel_sampling.py): samples that are shared are reported, and are no departure.
     """
     t = trained(lab)
     first, second = (
