@@ -2,7 +2,7 @@
 
 `load` makes a library of source files, or raises Unavailable where there is no compiler; callers then use torch.
 For receipts `build_record` says which compiler, flags and CPU decide the libraries; `bootstrap.LIBRARIES` are in use.
-`vector.hpp` is shared by all.
+`vector.hpp` and `threads.hpp` are shared by all.
 """
 
 from pathlib import Path
@@ -10,6 +10,6 @@ from pathlib import Path
 from paritygate.native.libraries import TILES_REFUSED, Unavailable, announce, bfloat16_asked, load
 from paritygate.native.record import build_record
 
-VECTOR_HPP = Path(__file__).with_name("vector.hpp")
+VECTOR_HPP, THREADS_HPP = (Path(__file__).with_name(name) for name in ("vector.hpp", "threads.hpp"))
 
-__all__ = ["TILES_REFUSED", "VECTOR_HPP", "Unavailable", "announce", "bfloat16_asked", "build_record", "load"]
+__all__ = ["THREADS_HPP", "TILES_REFUSED", "VECTOR_HPP", "Unavailable", "announce", "bfloat16_asked", "build_record", "load"]

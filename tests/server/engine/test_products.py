@@ -139,7 +139,7 @@ def test_the_compiler_takes_the_tiles_own_instructions(tmp_path: Path) -> None:
         pytest.skip(str(reason))
     source, made = tmp_path / "tiles.cpp", tmp_path / "tiles.so"
     source.write_text(TILES)
-    folders = [f"-I{path.parent}" for path in products.SOURCES]
+    folders = [f"-I{path.parent}" for path in products.TILE_SOURCES]
     built = subprocess.run([*command, *folders, source, "-o", made], capture_output=True, text=True, check=False)
     if any(words in built.stderr for words in ("unrecognized command", "unknown argument", "no tiles here")):
         pytest.skip("a compiler, or a processor, without AMX")
@@ -174,8 +174,9 @@ int mixed() { return amx::right<Mixed>(); }
 def test_tiles_that_are_refused_are_said_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PARITYGATE_BFLOAT16", raising=False)
     monkeypatch.setattr(products, "serves", lambda dtype: True)
-    library = types.SimpleNamespace(tiles_refused=lambda: b"AMX tiles do not multiply")
+    library = types.SimpleNamespace(has_tiles=lambda: 1, tiles_refused=lambda: b"AMX tiles do not multiply")
     monkeypatch.setattr(products, "library", lambda: library)
+    monkeypatch.setattr(products, "tile_library", lambda: library)
     monkeypatch.setattr(libraries, "TILES_REFUSED", refused := [])
     monkeypatch.setattr(native, "TILES_REFUSED", refused)
     monkeypatch.setattr(record, "TILES_REFUSED", refused)
@@ -190,6 +191,27 @@ def test_tiles_that_are_refused_are_said_and_recorded(monkeypatch: pytest.Monkey
         monkeypatch.setenv("PARITYGATE_BFLOAT16", asked)
         assert record._way(["AMX_BF16", "AMX_TILE"]) == "widened to float32"
     products.tiles_refused.cache_clear()
+    library.has_tiles = lambda: 0
+    assert products.tiles_refused() == "the compiler found no AMX here"
+    assert len(refused) == 1
+    products.tiles_refused.cache_clear()
+
+
+def test_tiles_are_compiled_where_the_cpu_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parity session opens what a server will, and compiles nothing else."""
+    loaded: list[str] = []
+
+    def load(*sources: Path) -> types.SimpleNamespace:
+        loaded.append(sources[-1].name)
+        return types.SimpleNamespace(has_tiles=lambda: has_tiles)
+
+    monkeypatch.setattr(native, "load", load)
+    for name in ("library", "tile_library"):
+        monkeypatch.setattr(products, name, getattr(products, name).__wrapped__)
+    for has_tiles, opened in ((0, ["products.cpp"]), (1, ["products.cpp", "amx.cpp"])):
+        loaded.clear()
+        assert products.available.__wrapped__()
+        assert loaded == opened
 
 
 def test_dot_products_take_bfloat16_and_give_float32(monkeypatch: pytest.MonkeyPatch) -> None:

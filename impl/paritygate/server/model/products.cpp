@@ -1,26 +1,33 @@
 // Linear layers and causal attention whose rows do not depend on one another: every number is one chain of sums whose
 // order its own row, column and position decide, so batching, tiling and threads change no bit (design/030).
-#pragma GCC optimize("O3")
-#include "amx.hpp"
+#include "threads.hpp"
 #include "vector.hpp"
 
-#include <algorithm>
-#include <atomic>
-#include <system_error>
-#include <thread>
-#include <type_traits>
-#include <vector>
+#include <cstdlib>
+#if defined(__AVX512BF16__)
+#define DOTS 1
+#else
+#define DOTS 0
+#endif
 
 #define UNROLL _Pragma("GCC unroll 32")
 
 static constexpr int64_t PANEL = 2 * WIDTH;  // columns of a product that are computed together
 static constexpr int TILE = WIDTH == 16 ? 12 : 6;  // rows that are: their sums fill the registers
+static constexpr int SMALL = 8 < TILE ? 8 : TILE;  // below a whole one, or there would be as many kinds as rows
 static constexpr int64_t DEPTH = 384;        // terms of a sum before it is added to the sum of those before
 static constexpr int64_t BLOCK = 64;         // keys of the attention before theirs is
 static constexpr int64_t ROWS = 192;         // rows of a linear layer that share a panel of weights
 static constexpr int64_t QUERIES = 4 * TILE;
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline Vec broadcast(float x) { return x - Vec{}; }  // unlike `splat` it costs no addition
+
+// Of so many rows left, how many are the next tile's.
+static inline int64_t tile_size(int64_t rows) {
+    if (rows == TILE || rows > 2 * SMALL) return TILE;
+    return rows > SMALL ? (rows + 1) / 2 : rows;
+}
 
 // Columns of a product's second factor: rows of float32, or pairs of rows of bfloat16, a pair's two numbers side by side.
 struct Single {
@@ -63,32 +70,20 @@ template <class D, int R, int N>
 static void tile_of(int64_t rows, const float* a, int64_t a_row, const typename D::Storage* b, int64_t b_row, float* c,
                     int64_t c_row, int64_t depth, bool more) {
     if (rows == R) return tile<D, R, N>(a, a_row, b, b_row, c, c_row, depth, more);
-    if constexpr (R > 1) tile_of<D, R - 1, N>(rows, a, a_row, b, b_row, c, c_row, depth, more);
+    if constexpr (R > 1) tile_of<D, (R > SMALL ? SMALL : R - 1), N>(rows, a, a_row, b, b_row, c, c_row, depth, more);
 }
 
-// Tiles of one size, or the last of 16 rows would be 4, too few chains to keep the processor busy.
+// Whole tiles, and the rest in small ones of one size: few rows are too few chains to keep the processor busy.
 template <class D, int N>
 static void tiles(const float* a, int64_t a_row, const typename D::Storage* b, int64_t b_row, float* c, int64_t c_row,
                   int64_t rows, int64_t depth, bool more) {
-    for (int64_t left = (rows + TILE - 1) / TILE, size; rows > 0; left--, rows -= size, a += size * a_row, c += size * c_row)
-        tile_of<D, TILE, N>(size = (rows + left - 1) / left, a, a_row, b, b_row, c, c_row, depth, more);
+    for (int64_t size; rows > 0; rows -= size, a += size * a_row, c += size * c_row)
+        tile_of<D, TILE, N>(size = tile_size(rows), a, a_row, b, b_row, c, c_row, depth, more);
 }
 
-// `size` is about how many multiplications there are: a thread starts in the time of a million of them.
 template <class Work>
-static void share(int64_t units, int64_t threads, int64_t size, Work work) {
-    threads = std::min({threads, units, 1 + size / (1 << 20)});
-    std::atomic<int64_t> next{0};
-    auto worker = [&] {
-        for (int64_t i; (i = next.fetch_add(1)) < units;) work(i);
-    };
-    std::vector<std::thread> others;
-    try {
-        for (int64_t i = 1; i < threads; i++) others.emplace_back(worker);
-    } catch (const std::system_error&) {  // no thread to be had: the ones there are do the work
-    }
-    worker();
-    for (auto& other : others) other.join();
+static void share(int64_t units, int64_t threads, int64_t size, const Work& work) {
+    share_units(units, threads_for(threads, size), work);
 }
 
 struct Linear {
@@ -103,18 +98,18 @@ static void linear_of(const Linear& x) {
     const int64_t group = 8, groups = (x.panels + group - 1) / group, columns = x.panels * PANEL;
     share((x.count + ROWS - 1) / ROWS * groups, x.threads, x.count * x.inputs * columns, [&](int64_t unit) {
         int64_t first = unit / groups * ROWS, panel = unit % groups * group;
-        int64_t count = std::min(ROWS, x.count - first);
-        for (int64_t last = std::min(panel + group, x.panels); panel < last; panel++)
+        int64_t count = least(ROWS, x.count - first);
+        for (int64_t last = least(panel + group, x.panels); panel < last; panel++)
             for (int64_t k = 0; k < x.inputs; k += DEPTH) {
-                const int64_t depth = std::min(DEPTH, x.inputs - k);
+                const int64_t depth = least(DEPTH, x.inputs - k);
                 const float* from = x.rows + first * x.inputs + k;
                 const auto* weight = (const typename D::Storage*)x.weight + (panel * x.inputs + k) / D::TERMS * PANEL;
                 float* to = x.out + first * columns + panel * PANEL;
-                if (std::is_same<D, Single>::value || count <= 2 * TILE) {
+                if (D::TERMS == 1 || count <= 2 * TILE) {
                     tiles<D, 2>(from, x.inputs, weight, PANEL, to, columns, count, depth, k > 0);
                     continue;
                 }
-                float wide[DEPTH * PANEL];  // widened once for all tiles of rows; the same numbers
+                alignas(64) float wide[DEPTH * PANEL];  // widened once for all tiles of rows; the same numbers
                 for (int64_t i = 0; i < depth / 2; i++)
                     for (int64_t n = 0; n < PANEL; n += WIDTH) {
                         Vec columns[2];
@@ -124,10 +119,11 @@ static void linear_of(const Linear& x) {
                     }
                 const char* next = (const char*)(weight + depth / 2 * PANEL);  // asked for beside the products
                 const int64_t each = (depth / 2 * PANEL * 4 * TILE + 64 * count - 1) / (64 * count);
-                for (int64_t row = 0; row < count; row += TILE) {
+                for (int64_t row = 0, size; row < count; row += size) {
+                    size = tile_size(count - row);
                     for (int64_t line = 0; line < each; line++, next += 64) __builtin_prefetch(next, 0, 2);
-                    tile_of<Single, TILE, 2>(std::min<int64_t>(TILE, count - row), from + row * x.inputs, x.inputs, wide,
-                                             PANEL, to + row * columns, columns, depth, k > 0);
+                    tile_of<Single, TILE, 2>(size, from + row * x.inputs, x.inputs, wide, PANEL, to + row * columns,
+                                             columns, depth, k > 0);
                 }
             }
     });
@@ -142,9 +138,7 @@ struct Dots {
     int64_t count, pairs, panels, outputs, threads;
 };
 
-#if defined(__AVX512BF16__)
-static constexpr int64_t MOST = 12;  // rows of a tile
-
+#if DOTS
 template <int R>
 static void dots_tile(const uint16_t* rows, int64_t pairs, const uint16_t* weight, float* out, int64_t outputs,
                       __mmask32 inside) {
@@ -170,24 +164,21 @@ template <int R>
 static void dots_tiles(int64_t wanted, const uint16_t* rows, int64_t pairs, const uint16_t* weight, float* out,
                        int64_t outputs, __mmask32 inside) {
     if (wanted == R) return dots_tile<R>(rows, pairs, weight, out, outputs, inside);
-    if constexpr (R > 1) dots_tiles<R - 1>(wanted, rows, pairs, weight, out, outputs, inside);
+    if constexpr (R > 1) dots_tiles<(R > SMALL ? SMALL : R - 1)>(wanted, rows, pairs, weight, out, outputs, inside);
 }
 
 static void dots_of(const Dots& x) {
     const int64_t group = 8, groups = (x.panels + group - 1) / group;
     share((x.count + ROWS - 1) / ROWS * groups, x.threads, 2 * x.count * x.pairs * x.outputs, [&](int64_t unit) {
-        const int64_t first = unit / groups * ROWS, last = std::min(first + ROWS, x.count);
+        const int64_t first = unit / groups * ROWS, last = least(first + ROWS, x.count);
         int64_t panel = unit % groups * group;
-        for (const int64_t end = std::min(panel + group, x.panels); panel < end; panel++) {
-            const int64_t columns = std::min(PANEL, x.outputs - panel * PANEL);
+        for (const int64_t end = least(panel + group, x.panels); panel < end; panel++) {
+            const int64_t columns = least(PANEL, x.outputs - panel * PANEL);
             const __mmask32 inside = columns < 32 ? (1u << columns) - 1 : ~0u;
-            // Tiles of one size, or the last of 16 rows would be 4, too few chains to keep the processor busy.
-            int64_t tiles = (last - first + MOST - 1) / MOST;
-            for (int64_t row = first, size; row < last; row += size, tiles--) {
-                size = (last - row + tiles - 1) / tiles;
-                dots_tiles<MOST>(size, x.rows + 2 * row * x.pairs, x.pairs, x.weight + panel * x.pairs * 2 * PANEL,
-                                 x.out + row * x.outputs + panel * PANEL, x.outputs, inside);
-            }
+            for (int64_t row = first, size; row < last; row += size)
+                dots_tiles<TILE>(size = tile_size(last - row), x.rows + 2 * row * x.pairs, x.pairs,
+                                 x.weight + panel * x.pairs * 2 * PANEL, x.out + row * x.outputs + panel * PANEL,
+                                 x.outputs, inside);
         }
     });
 }
@@ -255,7 +246,7 @@ static void turn(const float* keys, int64_t end, int64_t dim, float* panels) {
 // Scores of the first `length` keys become weights, up to their sum, which is returned; those after up to `reach` zero.
 static float weigh(float* scores, int64_t length, int64_t reach) {
     int64_t whole = (length + WIDTH - 1) / WIDTH * WIDTH;
-    std::fill(scores + length, scores + whole, -INF);
+    for (int64_t j = length; j < whole; j++) scores[j] = -INF;
     Vec most = splat(-INF), sum = {};
     for (int64_t j = 0; j < whole; j += WIDTH) most = larger(load<Float32>(scores + j), most);
     Vec top = broadcast(highest(most));
@@ -264,9 +255,22 @@ static float weigh(float* scores, int64_t length, int64_t reach) {
         store<Float32>(scores + j, weight);
         sum += weight;
     }
-    if (reach > whole) std::fill(scores + whole, scores + reach, 0.f);
+    for (int64_t j = whole; j < reach; j++) scores[j] = 0;
     return (float)total(sum);
 }
+
+// What a thread keeps from one piece of work to the next.
+struct Memory {
+    float* at = nullptr;
+    int64_t count = 0;
+    ~Memory() { std::free(at); }
+    float* floats(int64_t wanted) {
+        if (wanted <= count) return at;
+        std::free(at), count = (wanted + 15) / 16 * 16, at = (float*)std::aligned_alloc(64, count * sizeof *at);
+        if (!at) std::abort();
+        return at;
+    }
+};
 
 // One key head of one span: its queries in order of position, `group` of them a token.
 static void attend_one(const Attention& x, const Span& span, int64_t head) {
@@ -274,37 +278,39 @@ static void attend_one(const Attention& x, const Span& span, int64_t head) {
     if (x.keys.at) append(x.keys, keys, span, head, x.dim), append(x.values, values, span, head, x.dim);
     const int64_t group = x.heads / x.kv_heads, end = span.start + span.count, dim = x.dim;
     const int64_t room = (end + BLOCK - 1) / BLOCK * BLOCK, all = span.count * group;
-    static thread_local std::vector<float> panels, scores, queries, mixed;
+    static thread_local Memory panels_of, scores_of, queries_of, mixed_of;
     const bool once = all <= QUERIES;  // then a panel is turned when it is needed, and stays in the cache
-    panels.resize((once ? PANEL : room) * dim), scores.resize(QUERIES * room), queries.resize(QUERIES * dim), mixed.resize(QUERIES * dim);
-    if (!once) turn(keys, end, dim, panels.data());
+    float *panels = panels_of.floats((once ? PANEL : room) * dim), *scores = scores_of.floats(QUERIES * room);
+    float *queries = queries_of.floats(QUERIES * dim), *mixed = mixed_of.floats(QUERIES * dim);
+    if (!once) turn(keys, end, dim, panels);
     for (int64_t first = 0; first < all; first += QUERIES) {
-        int64_t count = std::min(QUERIES, all - first), reach = span.start + (first + count - 1) / group + 1;
+        int64_t count = least(QUERIES, all - first), reach = span.start + (first + count - 1) / group + 1;
         for (int64_t i = 0; i < count; i++) {
             int64_t row = span.row + (first + i) / group, own = head * group + (first + i) % group;
             const float* from = x.queries.at + own * x.queries.head + row * x.queries.row;
-            for (int64_t d = 0; d < dim; d++) queries[i * dim + d] = from[d] * x.scale;
+            for (int64_t d = 0; d < dim; d += WIDTH)
+                store<Float32>(queries + i * dim + d, load<Float32>(from + d) * x.scale);
         }
         for (int64_t key = 0; key < reach; key += PANEL) {
-            if (once) turn(keys + key * dim, std::min(PANEL, end - key), dim, panels.data());
-            tiles<Single, 2>(queries.data(), dim, panels.data() + (once ? 0 : key * dim), PANEL, scores.data() + key, room,
-                              count, dim, false);
+            if (once) turn(keys + key * dim, least(PANEL, end - key), dim, panels);
+            tiles<Single, 2>(queries, dim, panels + (once ? 0 : key * dim), PANEL, scores + key, room, count, dim, false);
         }
         float sums[QUERIES];
         for (int64_t i = 0; i < count; i++)
-            sums[i] = weigh(scores.data() + i * room, span.start + (first + i) / group + 1, reach);
+            sums[i] = weigh(scores + i * room, span.start + (first + i) / group + 1, reach);
         for (int64_t key = 0; key < reach; key += BLOCK) {
-            int64_t depth = std::min(BLOCK, reach - key), d = 0;
+            int64_t depth = least(BLOCK, reach - key), d = 0;
             for (; d + PANEL <= dim; d += PANEL)
-                tiles<Single, 2>(scores.data() + key, room, values + key * dim + d, dim, mixed.data() + d, dim, count,
-                                  depth, key > 0);
-            for (; d < dim; d += WIDTH)
-                tiles<Single, 1>(scores.data() + key, room, values + key * dim + d, dim, mixed.data() + d, dim, count,
-                                  depth, key > 0);
+                tiles<Single, 2>(scores + key, room, values + key * dim + d, dim, mixed + d, dim, count, depth, key > 0);
+            if (d == dim) continue;
+            for (int64_t i = 0; i < count; i += 4)  // a last single vector of few heads: four kinds of tiles will do
+                tile_of<Single, 4, 1>(least(4, count - i), scores + i * room + key, room, values + key * dim + d, dim,
+                                      mixed + i * dim + d, dim, depth, key > 0);
         }
         for (int64_t i = 0; i < count; i++) {
             float* to = x.out + ((span.row + (first + i) / group) * x.heads + head * group + (first + i) % group) * dim;
-            for (int64_t d = 0; d < dim; d++) to[d] = mixed[i * dim + d] / sums[i];
+            for (int64_t d = 0; d < dim; d += WIDTH)
+                store<Float32>(to + d, load<Float32>(mixed + i * dim + d) / sums[i]);
         }
     }
 }
@@ -325,7 +331,7 @@ void normalize(const float* logits, int64_t count, int64_t columns, int64_t thre
         double sum = part ? total(exponential(load_part<Float32>(from + whole, part) - top)) : 0;
         for (int64_t first = 0; first < whole; first += 4096) {
             Vec terms = {};
-            for (int64_t i = first; i < std::min(first + 4096, whole); i += WIDTH)
+            for (int64_t i = first; i < least(first + 4096, whole); i += WIDTH)
                 terms += exponential(load<Float32>(from + i) - top);
             sum += total(terms);
         }
@@ -350,7 +356,7 @@ void normalize_rms(const float* rows, const float* weight, int64_t count, int64_
 void gate_silu(const float* gate, const float* up, int64_t size, int64_t threads, float* out) {
     const int64_t part = 1 << 14;
     share((size + part - 1) / part, threads, 4 * size, [&](int64_t unit) {
-        const int64_t end = std::min(size, (unit + 1) * part);
+        const int64_t end = least(size, (unit + 1) * part);
         for (int64_t i = unit * part; i < end; i += WIDTH) {
             const bool whole = i + WIDTH <= end;
             const int count = (int)(end - i);
@@ -365,7 +371,7 @@ void gate_silu(const float* gate, const float* up, int64_t size, int64_t threads
 
 // Whether products of bfloat16 are dot products here.
 int64_t has_dots() {
-#if defined(__AVX512BF16__)
+#if DOTS
     return __builtin_cpu_supports("avx512bf16") != 0;
 #else
     return 0;
@@ -373,27 +379,18 @@ int64_t has_dots() {
 }
 
 void dots(const Dots* x) {
-#if defined(__AVX512BF16__)
+#if DOTS
     dots_of(*x);
 #endif
 }
 
-// Why no AMX tiles are used here, or null.
-const char* tiles_refused() {
-#if AMX
-    static const char* reason = amx::refused();
-    return reason;
+// Whether the compiler's machine has AMX tiles: amx.cpp says whether they are used.
+int64_t has_tiles() {
+#if defined(__linux__) && defined(__x86_64__) && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+    return 1;
 #else
-    return "the compiler found no AMX here";
+    return 0;
 #endif
-}
-
-void tiled(const amx::Product* x, int64_t emulated) {
-    auto each = [&](int64_t units, int64_t size, auto work) { share(units, x->threads, size, work); };
-#if AMX
-    if (!emulated) return amx::multiply<amx::Hardware>(*x, each);
-#endif
-    amx::multiply<amx::Emulated>(*x, each);
 }
 
 // A weight (outputs, inputs) in panels (panels, pairs, panel, 2) as one of (inputs, outputs), (.., turned, panel, 2).

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from paritygate import native
 
-SOURCES = (native.VECTOR_HPP, *(Path(__file__).with_name(name) for name in ("amx.hpp", "products.cpp")))
+FOLDER = Path(__file__).parent
+SOURCES = (native.VECTOR_HPP, native.THREADS_HPP, FOLDER / "products.cpp")
+TILE_SOURCES = (native.VECTOR_HPP, native.THREADS_HPP, FOLDER / "amx.hpp", FOLDER / "amx.cpp")
 EMULATED = False  # tests: AMX tiles in plain C++, on any machine
 
 
@@ -27,10 +29,17 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
+def tile_library() -> ctypes.CDLL:
+    """Products on AMX tiles, built where the compiler's machine has them, and elsewhere by tests that emulate them."""
+    return native.load(*TILE_SOURCES)
+
+
+@functools.cache
 def available() -> bool:
-    """Whether the kernels can be used here."""
+    """Whether the kernels can be used here; with those of AMX tiles, they are then all built."""
     try:
-        library()
+        if library().has_tiles():
+            tile_library()
     except native.Unavailable:
         return False
     return True
@@ -86,10 +95,12 @@ def tiles(dtype: torch.dtype) -> bool:
 @functools.cache
 def tiles_refused() -> str:
     """Why AMX tiles are not used here, or nothing: they were tried by a process of their own, in `amx.hpp`."""
-    refused = library().tiles_refused
+    if not library().has_tiles():  # then no receipt promises them
+        return "the compiler found no AMX here"
+    refused = tile_library().tiles_refused
     refused.restype = ctypes.c_char_p
     reason = (refused() or b"").decode()
-    if reason and not reason.startswith("the compiler"):  # which would not have promised them in a receipt
+    if reason:
         native.TILES_REFUSED.append(reason)
         native.announce(f"{reason}: bfloat16 is widened to float32 instead")
     return reason
@@ -208,7 +219,7 @@ class Panels:
         out = torch.empty(len(rows), self.outputs, dtype=torch.float32, device="cpu")
         sizes = (*rows.shape, self.data.shape[1] // 16, len(self.data), self.outputs, threads())
         product = _Tiled(rows.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)
-        library().tiled(ctypes.byref(product), ctypes.c_int64(EMULATED))
+        tile_library().tiled(ctypes.byref(product), ctypes.c_int64(EMULATED))
         return out
 
     def _dots(self, rows: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from ..base import DTYPES, contiguous_rows, fast_on_cpu
 FOLDER = Path(__file__).parent
 SOURCES = (
     native.VECTOR_HPP,
+    native.THREADS_HPP,
     *(FOLDER / name for name in ("rows.hpp", "problem.hpp", "wide.hpp", "spod.cpp", "divergence.cpp", "truncated.cpp")),
 )
 

@@ -1,11 +1,8 @@
 // What the kernels are asked, as __init__.py lays it out, and how its rows are shared among threads.
 #pragma once
 #include "rows.hpp"
+#include "threads.hpp"
 
-#include <atomic>
-#include <functional>
-#include <system_error>
-#include <thread>
 #include <vector>
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -32,19 +29,9 @@ struct Span {
 };
 
 // Rows never share a sum, so who takes which changes no bit of the result.
-static void each_of(const std::vector<Span>& spans, int threads, const std::function<void(const Span&)>& work) {
-    std::atomic<size_t> next{0};
-    auto worker = [&] {
-        for (size_t i; (i = next.fetch_add(1)) < spans.size();) work(spans[i]);
-    };
-    std::vector<std::thread> others;
-    int wanted = threads < (int)spans.size() ? threads : (int)spans.size();
-    try {
-        for (int i = 1; i < wanted; i++) others.emplace_back(worker);
-    } catch (const std::system_error&) {  // no thread to be had: the ones there are do the work
-    }
-    worker();
-    for (auto& other : others) other.join();
+template <class Work>
+static void each_of(const std::vector<Span>& spans, int threads, const Work& work) {
+    share_units(spans.size(), threads, [&](int64_t i) { work(spans[i]); });
 }
 
 static void split(std::vector<Span>& spans, int64_t first, int64_t last, int64_t action) {
