@@ -12,4 +12,13 @@ from paritygate.native.record import build_record
 
 VECTOR_HPP, THREADS_HPP = (Path(__file__).with_name(name) for name in ("vector.hpp", "threads.hpp"))
 
-__all__ = ["THREADS_HPP", "TILES_REFUSED", "VECTOR_HPP", "Unavailable", "announce", "bfloat16_asked", "build_record", "load"]
+__all__ = [
+    "THREADS_HPP",
+    "TILES_REFUSED",
+    "VECTOR_HPP",
+    "Unavailable",
+    "announce",
+    "bfloat16_asked",
+    "build_record",
+    "load",
+]

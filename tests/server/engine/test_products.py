@@ -200,18 +200,15 @@ def test_tiles_that_are_refused_are_said_and_recorded(monkeypatch: pytest.Monkey
 def test_tiles_are_compiled_where_the_cpu_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parity session opens what a server will, and compiles nothing else."""
     loaded: list[str] = []
-
-    def load(*sources: Path) -> types.SimpleNamespace:
-        loaded.append(sources[-1].name)
-        return types.SimpleNamespace(has_tiles=lambda: has_tiles)
-
-    monkeypatch.setattr(native, "load", load)
+    library = types.SimpleNamespace(has_tiles=lambda: 0)
+    monkeypatch.setattr(native, "load", lambda *sources: loaded.append(sources[-1].name) or library)
     for name in ("library", "tile_library"):
         monkeypatch.setattr(products, name, getattr(products, name).__wrapped__)
-    for has_tiles, opened in ((0, ["products.cpp"]), (1, ["products.cpp", "amx.cpp"])):
-        loaded.clear()
-        assert products.available.__wrapped__()
-        assert loaded == opened
+    assert products.available.__wrapped__()
+    assert loaded == ["products.cpp"]
+    library.has_tiles = lambda: 1
+    assert products.available.__wrapped__()
+    assert loaded == ["products.cpp", "products.cpp", "amx.cpp"]
 
 
 def test_dot_products_take_bfloat16_and_give_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,8 @@ class CachedAttention:
             for span in spans
             for kv in [span.sequence.kv]
         )
+        self.tails = torch.tensor([span.count for span in spans])
+        self.rows_out = int(self.tails.sum())
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return products.attend(q, self.table, k.shape[0], scale, layer=layer, fresh=(k, v))

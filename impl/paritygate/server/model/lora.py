@@ -104,6 +104,7 @@ class Snapshot:
 
     version: str
     pairs: "dict[str, Pair]" = field(default_factory=dict[str, "Pair"])
+    table: list[object] = field(default_factory=list[object], repr=False, compare=False)  # kept by `layers.Layers`
 
     def delta(self, name: str, rows: Tensor) -> Tensor | None:
         """(..., T, in) -> (..., T, out)."""

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paritygate.errors import BadInputError
-from paritygate.server.model.attention import PlainAttention
+from paritygate.server.model.attention import PlainAttention, Span, cached
+from paritygate.server.model.cache import Sequence
 from paritygate.server.model.fused import fuse
-from paritygate.server.model.lora import LoraLinear, Routes, Target, Weights, apply_linear
+from paritygate.server.model.layers import Layers
+from paritygate.server.model.lora import BASE, LoraLinear, Routes, Target, Weights, apply_linear
 from paritygate.server.model.products import FrozenLinear, dots, log_normalizers, min_rows
 from paritygate.server.model.shape import read_shape
 
@@ -44,6 +46,7 @@ class Network:
             )
         self.model: nn.Module = cast(nn.Module, model).eval().requires_grad_(False)
         self.arch = type(model).__name__
+        self._fused: Layers | None = None
         self.shape = read_shape(model.config, model.generation_config)
         self.routes = Routes()
         self._attention: Attention | None = None
@@ -64,6 +67,7 @@ class Network:
         for layer in self._layers:
             layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
         self._check_packed_attention()
+        self._fused = self._same_bits(Layers.of(self.body, dtype))
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype = torch.float32) -> "Network":
@@ -98,6 +102,19 @@ class Network:
                 f"{self.folder}: packed attention differs from the model's own by {difference:.2g} of the hidden "
                 "states' norm, so this architecture is not supported"
             )
+
+    def _same_bits(self, fused: Layers | None) -> Layers | None:
+        """`fused`, if it gives the bits of the modules."""
+        if fused is None:
+            return None
+        length = min(16, self.shape.context)
+        tokens, positions = torch.arange(length) * 7 % self.shape.vocabulary, torch.arange(length)
+        got: list[Tensor] = []
+        for self._fused in (None, fused):
+            sequence = Sequence(self.shape, tokens.tolist(), length)
+            with torch.no_grad(), self.routed([(0, length, BASE)], cached([Span(sequence, 0, 0, length)], length)):
+                got += [self.forward(tokens, positions), sequence.kv]
+        return fused if torch.equal(got[0], got[2]) and torch.equal(got[1], got[3]) else None
 
     def _adapt(self) -> list[Target]:
         """Replace every linear layer of the body by one that adapters can reach; list what can be adapted."""
@@ -141,6 +158,9 @@ class Network:
 
         With `recompute`, layers keep only their input and run again in the backward pass: less memory, a third slower.
         """
+        if self._fused is not None and self._fused.takes(self._attention, self.routes.ranges):
+            rows = self.model.get_input_embeddings()(tokens)
+            return self.body.norm(self._fused.forward(rows, positions, self.routes.ranges, self._attention))
         for layer in self._layers:
             layer.gradient_checkpointing = recompute
             layer.training = recompute  # of the layer alone: its parts stay as they are, so nothing is dropped out

@@ -14,7 +14,6 @@
 
 static constexpr int64_t PANEL = 2 * WIDTH;  // columns of a product that are computed together
 static constexpr int TILE = WIDTH == 16 ? 12 : 6;  // rows that are: their sums fill the registers
-static constexpr int SMALL = 8 < TILE ? 8 : TILE;  // below a whole one, or there would be as many kinds as rows
 static constexpr int64_t DEPTH = 384;        // terms of a sum before it is added to the sum of those before
 static constexpr int64_t BLOCK = 64;         // keys of the attention before theirs is
 static constexpr int64_t ROWS = 192;         // rows of a linear layer that share a panel of weights
@@ -22,12 +21,6 @@ static constexpr int64_t QUERIES = 4 * TILE;
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline Vec broadcast(float x) { return x - Vec{}; }  // unlike `splat` it costs no addition
-
-// Of so many rows left, how many are the next tile's.
-static inline int64_t tile_size(int64_t rows) {
-    if (rows == TILE || rows > 2 * SMALL) return TILE;
-    return rows > SMALL ? (rows + 1) / 2 : rows;
-}
 
 // Columns of a product's second factor: rows of float32, or pairs of rows of bfloat16, a pair's two numbers side by side.
 struct Single {
@@ -70,15 +63,15 @@ template <class D, int R, int N>
 static void tile_of(int64_t rows, const float* a, int64_t a_row, const typename D::Storage* b, int64_t b_row, float* c,
                     int64_t c_row, int64_t depth, bool more) {
     if (rows == R) return tile<D, R, N>(a, a_row, b, b_row, c, c_row, depth, more);
-    if constexpr (R > 1) tile_of<D, (R > SMALL ? SMALL : R - 1), N>(rows, a, a_row, b, b_row, c, c_row, depth, more);
+    if constexpr (R > 1) tile_of<D, R - 1, N>(rows, a, a_row, b, b_row, c, c_row, depth, more);
 }
 
-// Whole tiles, and the rest in small ones of one size: few rows are too few chains to keep the processor busy.
+// Tiles of one size, or the last of 16 rows would be 4, too few chains to keep the processor busy.
 template <class D, int N>
 static void tiles(const float* a, int64_t a_row, const typename D::Storage* b, int64_t b_row, float* c, int64_t c_row,
                   int64_t rows, int64_t depth, bool more) {
-    for (int64_t size; rows > 0; rows -= size, a += size * a_row, c += size * c_row)
-        tile_of<D, TILE, N>(size = tile_size(rows), a, a_row, b, b_row, c, c_row, depth, more);
+    for (int64_t left = (rows + TILE - 1) / TILE, size; rows > 0; left--, rows -= size, a += size * a_row, c += size * c_row)
+        tile_of<D, TILE, N>(size = (rows + left - 1) / left, a, a_row, b, b_row, c, c_row, depth, more);
 }
 
 template <class Work>
@@ -87,10 +80,10 @@ static void share(int64_t units, int64_t threads, int64_t size, const Work& work
 }
 
 struct Linear {
-    const float* rows;   // (count, inputs)
+    const float* rows;   // (count, inputs), `stride` apart
     const void* weight;  // (panels, inputs, PANEL) float32, or (panels, inputs / 2, PANEL, 2) bfloat16
     float* out;          // (count, panels * PANEL)
-    int64_t count, inputs, panels, narrow, threads;
+    int64_t count, inputs, stride, panels, narrow, threads;
 };
 
 template <class D>
@@ -102,11 +95,11 @@ static void linear_of(const Linear& x) {
         for (int64_t last = least(panel + group, x.panels); panel < last; panel++)
             for (int64_t k = 0; k < x.inputs; k += DEPTH) {
                 const int64_t depth = least(DEPTH, x.inputs - k);
-                const float* from = x.rows + first * x.inputs + k;
+                const float* from = x.rows + first * x.stride + k;
                 const auto* weight = (const typename D::Storage*)x.weight + (panel * x.inputs + k) / D::TERMS * PANEL;
                 float* to = x.out + first * columns + panel * PANEL;
                 if (D::TERMS == 1 || count <= 2 * TILE) {
-                    tiles<D, 2>(from, x.inputs, weight, PANEL, to, columns, count, depth, k > 0);
+                    tiles<D, 2>(from, x.stride, weight, PANEL, to, columns, count, depth, k > 0);
                     continue;
                 }
                 alignas(64) float wide[DEPTH * PANEL];  // widened once for all tiles of rows; the same numbers
@@ -119,11 +112,10 @@ static void linear_of(const Linear& x) {
                     }
                 const char* next = (const char*)(weight + depth / 2 * PANEL);  // asked for beside the products
                 const int64_t each = (depth / 2 * PANEL * 4 * TILE + 64 * count - 1) / (64 * count);
-                for (int64_t row = 0, size; row < count; row += size) {
-                    size = tile_size(count - row);
+                for (int64_t row = 0; row < count; row += TILE) {
                     for (int64_t line = 0; line < each; line++, next += 64) __builtin_prefetch(next, 0, 2);
-                    tile_of<Single, TILE, 2>(size, from + row * x.inputs, x.inputs, wide, PANEL, to + row * columns,
-                                             columns, depth, k > 0);
+                    tile_of<Single, TILE, 2>(least(TILE, count - row), from + row * x.stride, x.stride, wide, PANEL,
+                                             to + row * columns, columns, depth, k > 0);
                 }
             }
     });
@@ -164,7 +156,7 @@ template <int R>
 static void dots_tiles(int64_t wanted, const uint16_t* rows, int64_t pairs, const uint16_t* weight, float* out,
                        int64_t outputs, __mmask32 inside) {
     if (wanted == R) return dots_tile<R>(rows, pairs, weight, out, outputs, inside);
-    if constexpr (R > 1) dots_tiles<(R > SMALL ? SMALL : R - 1)>(wanted, rows, pairs, weight, out, outputs, inside);
+    if constexpr (R > 1) dots_tiles<R - 1>(wanted, rows, pairs, weight, out, outputs, inside);
 }
 
 static void dots_of(const Dots& x) {
@@ -175,10 +167,13 @@ static void dots_of(const Dots& x) {
         for (const int64_t end = least(panel + group, x.panels); panel < end; panel++) {
             const int64_t columns = least(PANEL, x.outputs - panel * PANEL);
             const __mmask32 inside = columns < 32 ? (1u << columns) - 1 : ~0u;
-            for (int64_t row = first, size; row < last; row += size)
-                dots_tiles<TILE>(size = tile_size(last - row), x.rows + 2 * row * x.pairs, x.pairs,
-                                 x.weight + panel * x.pairs * 2 * PANEL, x.out + row * x.outputs + panel * PANEL,
-                                 x.outputs, inside);
+            // Tiles of one size, as above.
+            int64_t tiles = (last - first + TILE - 1) / TILE;
+            for (int64_t row = first, size; row < last; row += size, tiles--) {
+                size = (last - row + tiles - 1) / tiles;
+                dots_tiles<TILE>(size, x.rows + 2 * row * x.pairs, x.pairs, x.weight + panel * x.pairs * 2 * PANEL,
+                                 x.out + row * x.outputs + panel * PANEL, x.outputs, inside);
+            }
         }
     });
 }
@@ -261,14 +256,16 @@ static float weigh(float* scores, int64_t length, int64_t reach) {
 
 // What a thread keeps from one piece of work to the next.
 struct Memory {
-    float* at = nullptr;
-    int64_t count = 0;
+    void* at = nullptr;
+    int64_t size = 0;
     ~Memory() { std::free(at); }
-    float* floats(int64_t wanted) {
-        if (wanted <= count) return at;
-        std::free(at), count = (wanted + 15) / 16 * 16, at = (float*)std::aligned_alloc(64, count * sizeof *at);
-        if (!at) std::abort();
-        return at;
+    template <class T = float>
+    T* of(int64_t wanted) {
+        if (wanted * (int64_t)sizeof(T) > size) {
+            std::free(at), size = (wanted * sizeof(T) + 63) / 64 * 64, at = std::aligned_alloc(64, size);
+            if (!at) std::abort();
+        }
+        return (T*)at;
     }
 };
 
@@ -280,8 +277,8 @@ static void attend_one(const Attention& x, const Span& span, int64_t head) {
     const int64_t room = (end + BLOCK - 1) / BLOCK * BLOCK, all = span.count * group;
     static thread_local Memory panels_of, scores_of, queries_of, mixed_of;
     const bool once = all <= QUERIES;  // then a panel is turned when it is needed, and stays in the cache
-    float *panels = panels_of.floats((once ? PANEL : room) * dim), *scores = scores_of.floats(QUERIES * room);
-    float *queries = queries_of.floats(QUERIES * dim), *mixed = mixed_of.floats(QUERIES * dim);
+    float *panels = panels_of.of((once ? PANEL : room) * dim), *scores = scores_of.of(QUERIES * room);
+    float *queries = queries_of.of(QUERIES * dim), *mixed = mixed_of.of(QUERIES * dim);
     if (!once) turn(keys, end, dim, panels);
     for (int64_t first = 0; first < all; first += QUERIES) {
         int64_t count = least(QUERIES, all - first), reach = span.start + (first + count - 1) / group + 1;
@@ -423,3 +420,8 @@ void attend(const Attention* x) {
           [&](int64_t unit) { attend_one(*x, x->spans[unit / x->kv_heads], unit % x->kv_heads); });
 }
 }
+
+#include "layers.hpp"
+
+// The rows of a pass through all its layers.
+extern "C" void layers(const Pass* x) { layers_of(*x); }

@@ -17,7 +17,7 @@ from torch import Tensor
 from paritygate import native
 
 FOLDER = Path(__file__).parent
-SOURCES = (native.VECTOR_HPP, native.THREADS_HPP, FOLDER / "products.cpp")
+SOURCES = (native.VECTOR_HPP, native.THREADS_HPP, FOLDER / "layers.hpp", FOLDER / "products.cpp")
 TILE_SOURCES = (native.VECTOR_HPP, native.THREADS_HPP, FOLDER / "amx.hpp", FOLDER / "amx.cpp")
 EMULATED = False  # tests: AMX tiles in plain C++, on any machine
 
@@ -133,6 +133,11 @@ class FrozenLinear:
         self._weight = Panels(weight.detach()) if serves(weight.dtype) else weight.detach()
 
     @property
+    def panels(self) -> "Panels | None":
+        """The weight, where it is held in panels."""
+        return self._weight if isinstance(self._weight, Panels) else None
+
+    @property
     def weight(self) -> Tensor:
         """(out, in); laid out anew where it is held in panels."""
         return self._weight.weight if isinstance(self._weight, Panels) else self._weight
@@ -209,7 +214,7 @@ class Panels:
             flat = flat.float().contiguous()
             count, panels, columns = flat.shape[0], *self.data.shape[:3:2]
             out = torch.empty(count, panels * columns, dtype=torch.float32, device="cpu")
-            sizes = (count, flat.shape[1], panels, self.paired, threads())
+            sizes = (count, flat.shape[1], flat.shape[1], panels, self.paired, threads())
             library().linear(ctypes.byref(_Linear(flat.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)))
             if panels * columns > self.outputs:
                 out = out[:, : self.outputs]
@@ -277,7 +282,7 @@ class _Linear(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "weight", "out")),
-        *((name, ctypes.c_int64) for name in ("count", "inputs", "panels", "narrow", "threads")),
+        *((name, ctypes.c_int64) for name in ("count", "inputs", "stride", "panels", "narrow", "threads")),
     )
 
 
