@@ -19,4 +19,5 @@ def test_obligation(entry: Obligation, lab: Lab, foreign: bool) -> None:
             pytest.skip(f"{result.outcome}: {result.because}")
         return
     assert result.outcome == "holds", result.because
+    assert (result.contrast is not None) == bool(entry.contrast), "a contrast has a name in the spec, and is measured"
     assert result.bound == entry.bound, "the embedded server holds at the declared tolerance, not at its noise"

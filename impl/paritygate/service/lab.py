@@ -17,7 +17,7 @@ import numpy as np
 from paritygate.service.client import Array, Datum, Pass, Sampler, Session, Trainer
 from paritygate.service.connection import Broken, Connection, NoAnswer, Refusal
 from paritygate.service.oracles import LOSSES, Oracle
-from paritygate.service.outcome import Undecided
+from paritygate.service.outcome import Measured, Undecided
 
 TARGET = (
     1.5  # nats: the root mean square that the calibrated step moves the probes by; equal steps are equal at any size
@@ -255,7 +255,27 @@ class Lab:
             f"print({what!r}, np.linalg.norm({one.name} - {other.name}) "
             f"/ np.linalg.norm({other.name} - {start.name}), '(relative)')"
         )
-        return float(np.linalg.norm(one.change - other.change)) / size
+        return apart(one, other)
+
+    def held_to(
+        self,
+        got: Moved,
+        want: Moved,
+        wrong: Moved,
+        what: str,
+        right: str,
+        contrast: str,
+        weights_noise: float = 0.0,
+    ) -> Measured:
+        """The step `got`, called `what`, against `want`, the `right` one, and against `wrong`, the `contrast`.
+
+        Where the service makes the contrast's mistake it is nothing from it. weights_noise: as of `step_noise`.
+        """
+        gap = self.distance(got, want, f"{what}, from {right}:")
+        seen = self.distance(wrong, want, f"the contrast, {contrast}, from {right}:")
+        near = apart(got, wrong)
+        because = f"{what} is {gap:.3g} (relative) from {right}, and {near:.3g} from {contrast}"
+        return Measured(gap, because, seen, self.step_noise(want, weights_noise))
 
     def step_noise(self, other: Moved, weights_noise: float = 0.0) -> float:
         """The bound that noise asks for when two arms of the size of `other` are compared.
@@ -380,6 +400,12 @@ def sampler_noise(lab: Lab, logprobs: Callable[[], Array]) -> float:
     """Standard deviation of a repeated compute_logprobs."""
     repeats = np.stack([logprobs() for _ in range(3)])
     return float(np.sqrt(np.nanmean(np.nanvar(repeats, axis=0, ddof=1))))
+
+
+def apart(one: Moved, other: Moved) -> float:
+    """|one - other| / |other|; infinite where the other did not move and the first did."""
+    gap, size = float(np.linalg.norm(one.change - other.change)), float(np.linalg.norm(other.change))
+    return gap / size if size > 0 else (math.inf if gap > 0 else 0.0)
 
 
 def f32(values: Any) -> Array:

@@ -39,17 +39,19 @@ class Judged:
 def judge(measured: Measured, tolerance: float) -> Judged:
     """Hold `measured` to the declared tolerance or to the noise, whichever is larger.
 
-    Where the noise is what decides, a figure between the bound and three times the bound is undecided.
+    A contrast of 0 shows nothing, at a bound of 0 either. Where the noise is what decides, a figure between the bound
+    and three times the bound is undecided.
     """
     bound = max(tolerance, measured.noise)
-    blind = measured.contrast is not None and not measured.contrast >= CONTRAST * bound
+    contrast = measured.contrast
+    blind = contrast is not None and not (contrast > 0 and contrast >= CONTRAST * bound)
     if measured.figure <= bound and not blind:
         return Judged("holds", bound, measured.because)
     if measured.figure <= bound or (blind and measured.figure <= CONTRAST * bound):
         return Judged(
             "undecided",
             bound,
-            f"{measured.because}; what is wrong on purpose differs by {measured.contrast:.3g} only, "
+            f"{measured.because}; what is wrong on purpose differs by {contrast:.3g} only, "
             f"and {CONTRAST * bound:.3g} is needed to tell",
         )
     if measured.noise > tolerance and measured.figure <= 3 * bound:

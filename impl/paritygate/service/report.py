@@ -166,10 +166,12 @@ def page(report: Report, obligations: Obligations) -> str:
         figure = "" if result.figure is None else f"{result.figure:.2g}"
         bound = "" if result.bound is None else f"{result.bound:.2g}"
         contrast = "" if result.contrast is None else f"{result.contrast:.2g}"
+        if contrast and entry is not None and entry.contrast:
+            contrast += f"<br><small>{escape(entry.contrast)}</small>"
         rows.append(
             f"<tr><td><code>{escape(result.name)}</code>{claim}</td>"
             f'<td class="{result.outcome}">{result.outcome}</td><td class=n>{figure}</td><td class=n>{bound}</td>'
-            f"<td class=n>{contrast}</td><td>{escape(result.because)}{_program(result)}</td></tr>"
+            f"<td>{contrast}</td><td>{escape(result.because)}{_program(result)}</td></tr>"
         )
     meaning = "".join(
         f'<li><span class="{name}">{name}</span> ({counts[name]}): {text}</li>' for name, text in MEANING.items()

@@ -108,10 +108,10 @@ def run_one(lab: Lab, entry: Obligation, before: Mapping[str, Result]) -> Result
     check = CHECKS.get(entry.name)
     if check is None:
         raise BadInputError(f"{entry.name}: no check of that name; the obligations file is of another version.")
-    result = _attempt(lab, entry, check)
-    if result.outcome == "departs":
-        result = _confirmed(lab, entry, check, result)
     fallen = [need for need in entry.needs if need in before and before[need].outcome == "departs"]
+    result = _attempt(lab, entry, check)
+    if result.outcome == "departs" and not fallen:
+        result = _confirmed(lab, entry, check, result)
     if fallen and result.outcome in ("holds", "departs"):
         because = f"{result.because}; it stands on {fallen[0]}, which departs"
         return Result(entry.name, "undecided", result.figure, result.bound, result.contrast, because, result.program)

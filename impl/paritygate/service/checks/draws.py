@@ -208,13 +208,14 @@ def _support(lab: Lab, choose: Callable[[Array, Array], tuple[int, dict[str, Any
         raise Undecided("a token that 512 draws did not show is among the likeliest")
     missing = [k for k, count in expected.items() if count > 16 and not drawn[k]]
     outside = sum(others.values())
-    if sum(free[k] for k in free if k not in expected) == 0:
+    unlimited = sum(free[k] for k in free if k not in expected) / 2  # of 256
+    if not unlimited:
         raise Undecided(f"without {params} no other token is drawn either")
     because = (
-        f"with {params} {outside} of 256 draws lie outside of the {last + 1} likeliest tokens, {len(missing)} of these "
-        f"are never drawn; the next one is {gap:.2g} nats off"
+        f"with {params} {outside} of 256 draws lie outside of the {last + 1} likeliest tokens, without {unlimited:.0f} "
+        f"do; {len(missing)} of these tokens are never drawn; the next one is {gap:.2g} nats off"
     )
-    return Measured(float(outside + len(missing)), because)
+    return Measured(float(outside + len(missing)), because, unlimited)
 
 
 CHECKS = {

@@ -44,9 +44,7 @@ def _added(lab: Lab, betas: tuple[float, float], size: float, factor: float, wro
         got = several_gradients(lab, session, betas, USED_UP, eps=size, learning_rate=rate)
         want = memoryless(lab, session, betas, USED_UP, rate=rate, eps=size)
         wrong = memoryless(lab, session, betas, USED_UP, rate=rate, eps=factor * size)
-        gap, seen = lab.distance(got, want), lab.distance(wrong, want)
-    because = f"with eps {size:.3g} the step is {gap:.3g} (relative) from Adam's; {wrongly}: {seen:.3g}"
-    return Measured(gap, because, seen, lab.step_noise(want))
+        return lab.held_to(got, want, wrong, f"with eps {size:.3g} the step", "Adam's", f"that with eps {wrongly}")
 
 
 def _ignored(lab: Lab) -> Measured:

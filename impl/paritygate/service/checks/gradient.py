@@ -1,6 +1,7 @@
 """gradient: each loss against cross_entropy with -dL/dlogprob as weights, by equal steps from one state."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from paritygate.service.checks.value import POLICY_LOSSES
 from paritygate.service.client import Array, Datum, Session, Trainer
 from paritygate.service.connection import Refusal
-from paritygate.service.lab import Lab, Moved, f32
+from paritygate.service.lab import Lab, Moved, apart, f32
 from paritygate.service.oracles import CISPO_DEFAULTS, PPO_DEFAULTS
 from paritygate.service.outcome import Measured, Undecided
 
@@ -81,12 +82,13 @@ def homogeneity(
             return lab.cross_entropy_arm(session, data, [k * lab.weight * w for w in weights], eps=eps)
 
         base = arm(1.0, eps)
-        worst, factor, contrast = -1.0, 1.0, np.inf
+        worst, factor, contrast, got, near = -1.0, 1.0, np.inf, base, np.inf
         for k in factors:
-            scaled = arm(k, k * eps)
+            scaled, unscaled = arm(k, k * eps), arm(1.0, k * eps)
             gap = lab.distance(scaled, base)
-            worst, factor = (gap, k) if gap > worst else (worst, factor)
-            contrast = min(contrast, lab.distance(arm(1.0, k * eps), base))
+            if gap > worst:
+                worst, factor, got, near = gap, k, scaled, apart(scaled, unscaled)
+            contrast = min(contrast, lab.distance(unscaled, base))
         bound = max(0.005, lab.step_noise(base))
         if worst > bound and factor**2 * eps <= EPS_LIMIT and lab.distance(arm(factor, factor**2 * eps), base) < bound:
             raise Undecided(
@@ -94,7 +96,18 @@ def homogeneity(
                 f"{factor:.3g} times: eps is added before the root is taken (optimiser/eps), and the size of the "
                 "gradient cannot be told"
             )
-    because = f"{factor:.3g} times the weights with {factor:.3g} times eps moves the probes {worst:.3g} off (relative)"
+    because = (
+        f"the step of {factor:.3g} times the weights with {factor:.3g} times eps is {worst:.3g} (relative) from that "
+        f"of the weights with eps, and {near:.3g} from that of the weights with {factor:.3g} times eps"
+    )
+    if worst > bound and near <= bound:
+        because = f"{because}: the size of the weights has no effect"
+    elif worst > bound and not lab.small:
+        bounds = (min(1.0, factor) / 10, 10 * max(1.0, factor))
+        own = [lab.weight * w for w in weights]
+        multiple, off = _multiple(lab, data, own, got, bounds, eps=factor * eps)
+        if abs(multiple / factor - 1) > 0.02:  # a smaller one has the very same step
+            because = f"{because}: it is that of {multiple:.3g} times the weights, {off:.2g} off"
     return Measured(worst, because, contrast, lab.step_noise(base))
 
 
@@ -136,26 +149,35 @@ def equal_steps(
         got = lab.arm(session, gradients)
         want = lab.cross_entropy_arm(session, data, weights)
         half = lab.cross_entropy_arm(session, data, [w / 2 for w in weights])
-        figure, contrast = lab.distance(got, want), lab.distance(half, want)
-        noise = lab.step_noise(want, 1.5 * lab.noise.logprob)
-        because = f"the step with {what} is {figure:.3g} (relative) from the one with its oracle's weights"
-    if explain and figure > max(0.005, noise) and not (lab.small or lab.mixed):
-        because = f"{because}; {_multiple(lab, data, weights, got)}"
-    return Measured(figure, because, contrast, noise)
+        right, contrast = "that with its oracle's weights", "that with half of them"
+        measured = lab.held_to(got, want, half, f"the step with {what}", right, contrast, 1.5 * lab.noise.logprob)
+    if explain and measured.figure > max(0.005, measured.noise) and not (lab.small or lab.mixed):
+        multiple, off = _multiple(lab, data, weights, got)
+        because = f"{measured.because}; the nearest is {multiple:.3g} times the weights, {off:.2g} off"
+        measured = replace(measured, because=because)
+    return measured
 
 
-def _multiple(lab: Lab, data: Sequence[Datum], weights: Sequence[Array], got: Moved) -> str:
-    """Which multiple of the weights has a step of the size of `got`, and how far that step is from it."""
-    low, high = -6.0, 3.0  # decimal logarithms of the factor
+def _multiple(
+    lab: Lab,
+    data: Sequence[Datum],
+    weights: Sequence[Array],
+    got: Moved,
+    bounds: tuple[float, float] = (1e-6, 1e3),
+    **adam: float,
+) -> tuple[float, float]:
+    """Which multiple of the weights, within `bounds`, has the step `got`, the least of several, and how far it is."""
+    low, high = np.log10(bounds)
     nearest, least = 0.0, np.inf
     for _ in range(10):
         middle = (low + high) / 2
         with lab.session() as session:  # one each: a service holds a few adapters only
-            step = lab.cross_entropy_arm(session, data, [10**middle * w for w in weights])
-        gap = float(np.linalg.norm(step.change - got.change)) / max(float(np.linalg.norm(got.change)), 1e-30)
-        nearest, least = (10**middle, gap) if gap < least else (nearest, least)
-        low, high = (middle, high) if step.rms < got.rms else (low, middle)
-    return f"the nearest is {nearest:.3g} times the weights, {least:.2g} off"
+            step = lab.cross_entropy_arm(session, data, [10**middle * w for w in weights], **adam)
+        gap = apart(step, got)
+        if gap < least or (gap < 0.005 and 10**middle < nearest):
+            nearest, least = 10**middle, gap
+        low, high = (middle, high) if step.rms < (1 - 1e-4) * got.rms else (low, middle)
+    return nearest, least
 
 
 def positions(lab: Lab) -> Measured:
@@ -194,12 +216,9 @@ def masked(lab: Lab) -> Measured:
         got = lab.arm(session, lambda t: t.forward_backward(data, "importance_sampling"))
         want = lab.cross_entropy_arm(session, data, weights)
         wrong = lab.cross_entropy_arm(session, data, everywhere)
-        gap, seen = lab.distance(got, want), lab.distance(wrong, want)
-    because = (
-        f"the step with advantage 0 on half of the positions is {gap:.3g} (relative) from the one with weights on the "
-        f"others alone; gradients on all positions would be {seen:.3g} off"
-    )
-    return Measured(gap, because, seen, lab.step_noise(want, 1.5 * lab.noise.logprob))
+        what = "the step with advantage 0 on half of the positions"
+        right, contrast = "that with weights on the others alone", "that with weights on all"
+        return lab.held_to(got, want, wrong, what, right, contrast, 1.5 * lab.noise.logprob)
 
 
 def several_targets(lab: Lab) -> Measured:

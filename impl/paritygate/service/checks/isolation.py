@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from paritygate.service.checks.optimiser import gradient_norm
 from paritygate.service.checks.sampling import forward_logprobs, nats
 from paritygate.service.client import Array, Datum, Sample, Sampler, Session, read_sampled
 from paritygate.service.connection import Refusal, recorded
-from paritygate.service.lab import Lab, Moved
+from paritygate.service.lab import Lab, Moved, apart
 from paritygate.service.outcome import Measured, Undecided
 
 SLOW = (24, 72, 216)  # sequences of 48 tokens in a gradient that takes long
@@ -35,22 +36,23 @@ def pipelined(lab: Lab) -> Measured:
         with lab.session() as session:
             awaited, _ = _two_steps(lab, session, slow, quick, waiting=True)
             sent, met = _two_steps(lab, session, slow, quick, waiting=False)
-            gap, noise = lab.distance(sent, awaited), 2 * lab.step_noise(awaited)
-            if not met and gap <= max(0.005, noise):
+            noise = 2 * lab.step_noise(awaited)
+            if not met and apart(sent, awaited) <= max(0.005, noise):
                 continue
             wrong = session.restore(lab.warmed())
             wrong.forward_backward(slow)
             wrong.forward_backward(quick)
             wrong.step(**lab.adam)
-            seen = lab.distance(lab.change(wrong), awaited)
+            contrast = lab.change(wrong)
             break
     else:
         raise Undecided(
             f"what is sent without waiting does not come together: the gradient of {SLOW[-1]} sequences was there "
             "before the service had the three requests behind it"
         )
-    because = f"two gradients and two steps sent without waiting end {gap:.3g} (relative) from the awaited ones"
-    return Measured(gap, because, seen, noise)
+    what, right = "the end of two gradients and two steps sent without waiting", "that of awaited ones"
+    measured = lab.held_to(sent, awaited, contrast, what, right, "that of one step with both gradients")
+    return replace(measured, noise=noise)
 
 
 def _two_steps(
@@ -105,9 +107,8 @@ def two_tenants(lab: Lab) -> Measured:
         trainer.step(**adam)
         among = lab.change(trainer)
         added = lab.arm(session, lambda t: (t.forward_backward(mine), t.forward_backward(theirs)), **adam)
-        gap, seen = lab.distance(among, alone), lab.distance(added, alone)
-    because = f"with another client's gradients and steps in between the step is {gap:.3g} (relative) off"
-    return Measured(gap, because, seen, lab.step_noise(alone))
+        what, contrast = "the step with another client's gradients and steps in between", "that with its gradient added"
+        return lab.held_to(among, alone, added, what, "that without", contrast)
 
 
 def _clipped_adam(lab: Lab) -> dict[str, float]:

@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from paritygate.service.checks.gradient import EPS_LIMIT, homogeneity
 from paritygate.service.client import Datum, Session, Trainer
 from paritygate.service.connection import Broken, Refusal
-from paritygate.service.lab import Lab, Moved, scale_of
+from paritygate.service.lab import Lab, Moved, apart, scale_of
 from paritygate.service.outcome import CONTRAST, Measured, Undecided
 
 BETAS = (0.5, 0.9)
@@ -70,9 +71,8 @@ def both_betas(lab: Lab) -> Measured:
             got = several_gradients(lab, session, betas, factors, learning_rate=rate)
             want = memoryless(lab, session, betas, factors, rate=rate, eps=eps)
             wrong = memoryless(lab, session, others, factors, rate=rate, eps=eps)
-            gap, seen = lab.distance(got, want), lab.distance(wrong, want)
-            because = f"betas {betas}, gradients {factors}: the step is {gap:.3g} (relative) from Adam's"
-            each.append(Measured(gap, f"{because}; betas {others} would be {seen:.3g} off", seen, lab.step_noise(want)))
+            what = f"betas {betas}, gradients {factors}: the step"
+            each.append(lab.held_to(got, want, wrong, what, "Adam's", f"that of betas {others}"))
     telling = [m for m in each if m.contrast is not None and m.contrast >= CONTRAST * max(m.noise, 0.005)]
     return max(telling or each[:1], key=lambda measured: measured.figure / max(measured.noise, 0.005))
 
@@ -85,7 +85,7 @@ def learning_rate(lab: Lab) -> Measured:
         two = lab.arm(session, lambda t: t.forward_backward(data), learning_rate=2 * rate)
         lab.distance(two, one)
     _, factor = scale_of(two.change, one.change)
-    because = f"twice the learning rate is {factor:.4g} times the step"
+    because = f"twice the learning rate is {factor:.4g} times the step; 2 is right, 1 no difference"
     return Measured(abs(factor / 2 - 1), because, 0.5, lab.step_noise(one) / 4)
 
 
@@ -106,7 +106,10 @@ def decay(lab: Lab) -> Measured:
         got = _decayed(lab, session, 1.0)
         base = lab.change(session.create(lab.settings.rank, seed=12))
         gap = lab.distance(got, base)
-    because = f"after lr * weight_decay = 1 the probes are {gap:.3g} (relative) from the base model's"
+    because = (
+        f"lr * weight_decay = 1 without a gradient leaves the adapter with {gap:.3g} of its effect on the logprobs; "
+        "0 is right, 1 is no decay"
+    )
     each = [Measured(gap, because, 1.0, lab.step_noise(base))]
     with contextlib.suppress(Refusal):  # a bound on weight_decay
         each.append(_decay_before_the_step(lab))
@@ -129,9 +132,8 @@ def _decay_before_the_step(lab: Lab) -> Measured:
 
     with lab.session() as session:
         got, want, wrong = (half(session, *how) for how in ((0.0, 0.5, rate), (0.5, 0.0, rate), (0.5, 0.0, rate / 2)))
-        gap, seen = lab.distance(got, want), lab.distance(wrong, want)
-    because = f"a step with lr * weight_decay = 0.5 is {gap:.3g} (relative) from the decay and then the step"
-    return Measured(gap, f"{because}; half of the step would be {seen:.3g} off", seen, lab.step_noise(want))
+        what = "a step with lr * weight_decay = 0.5"
+        return lab.held_to(got, want, wrong, what, "half of the weights and then the step", "half of the step, too")
 
 
 def decay_twice(lab: Lab) -> Measured:
@@ -139,7 +141,14 @@ def decay_twice(lab: Lab) -> Measured:
     with lab.session() as session:
         got, want, wrong = (_decayed(lab, session, *products) for products in ((0.5, 0.5), (0.75,), (0.5,)))
         gap, seen = lab.distance(got, want), lab.distance(wrong, want)
-    return Measured(gap, f"0.5 twice and 0.25 once are {gap:.3g} (relative) apart", seen, lab.step_noise(want))
+        base = lab.change(session.create(lab.settings.rank, seed=12))
+    twice, once, half = (apart(moved, base) for moved in (got, want, wrong))
+    because = (
+        f"lr * weight_decay = 0.5 twice leaves the adapter with {twice:.3g} of its effect on the logprobs, 0.75 once "
+        f"with {once:.3g}, which is to be the same, and 0.5 once with {half:.3g}: the first two are {gap:.3g} "
+        "(relative) apart"
+    )
+    return Measured(gap, because, seen, lab.step_noise(want))
 
 
 def decay_all(lab: Lab) -> Measured:
@@ -148,7 +157,10 @@ def decay_all(lab: Lab) -> Measured:
         base = lab.change(session.create(lab.settings.rank, seed=12)).change
         once, twice = (_decayed(lab, session, product).change - base for product in (0.8, 0.9))
     _, factor = scale_of(twice, once)
-    because = f"where the weights are 0.1 instead of 0.2 of what they were, the adapter adds {factor:.4g} times as much"
+    because = (
+        f"lr * weight_decay = 0.9 leaves {factor:.4g} times the effect on the logprobs that 0.8 leaves: 0.25 is right, "
+        "for A and B are half as large each; 0.5 is one of the two alone, 1 neither"
+    )
     noise = 6 * lab.noise.logprob / max(float(np.sqrt(np.mean(once**2))), 1e-30)
     return Measured(abs(4 * factor - 1), because, 1.0, noise)
 
@@ -187,7 +199,9 @@ def clip_off(lab: Lab) -> Measured:
         raise Undecided("the service takes only a tiny eps, at which Adam does not see the size of a gradient")
     data, eps = lab.data(2, 16, salt=7), lab.adam["eps"]
     unit = min(1.0, EPS_LIMIT / (200 * eps))  # eps ends at 1: where the calibrated one is large, begin lower
-    return homogeneity(lab, data, [unit * np.resize([1.0, -0.98], len(d.tokens)) for d in data], (200.0,), unit)
+    weights = [unit * np.resize([1.0, -0.98], len(d.tokens)) for d in data]
+    measured = homogeneity(lab, data, weights, (200.0,), unit)
+    return replace(measured, because=f"without grad_clip_norm {measured.because}")
 
 
 def clip(lab: Lab) -> Measured:
@@ -311,7 +325,11 @@ def consumed_once(lab: Lab) -> Measured:
         trainer.step(**lab.adam)
         gap = lab.distance(still, once)
         seen = lab.distance(lab.change(trainer), once)
-    return Measured(gap, f"a second step moves the probes by {gap:.3g} of the first", seen, lab.step_noise(once))
+    because = (
+        f"a second step, on zero weights, moves the probes by {gap:.3g} of the first, which is to be 0; with the "
+        f"gradient again it would by {seen:.3g}"
+    )
+    return Measured(gap, because, seen, lab.step_noise(once))
 
 
 def zero_step(lab: Lab) -> Measured:

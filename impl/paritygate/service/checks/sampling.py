@@ -208,18 +208,19 @@ def greedy(lab: Lab) -> Measured:
         topk = t.sampler.sample((*t.prompt, *tokens), 1, topk=2, max_tokens=1, temperature=1.0, seed=1).topk
     except Refusal:  # then the first token alone is compared
         topk = None
-    beaten = 0
+    beaten, seconds = 0, int(-behind > tied)  # at so many places the second likeliest would be told
     if topk is not None:
         for position, token in enumerate(tokens, len(t.prompt)):
             row = topk[position] or []
             if row and token != row[0][0] and not any(k == token and row[0][1] - p <= tied for k, p in row):
                 beaten += 1
+            seconds += len(row) > 1 and row[0][1] - row[1][1] > tied
     figure = float(beaten + (behind > tied) + (different if nats(lab) == 0 else 0))  # noise turns near ties
     because = (
         f"of {len(tokens)} tokens at temperature 0, {beaten} are not the likeliest of topk_prompt_logprobs; a rival of "
         f"the first is {behind:+.3g} nats ahead; another seed changes {different}"
     )
-    return Measured(figure, because)
+    return Measured(figure, because, float(seconds))
 
 
 # ---------------------------------------------------------------------- seeds, counts, stops
@@ -329,10 +330,11 @@ def stop_token(lab: Lab) -> Measured:
     t = trained(lab)
     stops = _frequent(lab, t)
     answer = t.sampler.sample(t.prompt, 16, max_tokens=40, temperature=1.0, seed=27, stop=stops)
-    wrong = ended = 0
+    wrong = ended = due = 0
     for sequence in answer.sequences:
         inside = [token in stops for token in sequence.tokens]
         ended += sequence.stopped
+        due += any(inside)
         right = inside.index(True) == len(inside) - 1 if any(inside) else len(inside) == 40
         wrong += not right or sequence.stopped != any(inside)
     because = (
@@ -340,7 +342,7 @@ def stop_token(lab: Lab) -> Measured:
     )
     if not wrong and not ended:
         raise Undecided("no stop id was drawn in 16 samples of 40 tokens")
-    return Measured(float(wrong), because)
+    return Measured(float(wrong), because, float(due))
 
 
 def stop_none(lab: Lab) -> Measured:
@@ -355,7 +357,7 @@ def stop_none(lab: Lab) -> Measured:
     because = f"with stop=[] {short} of {len(free)} samples ended before 40 tokens; without stop {ended} did"
     if not short and not ended:
         raise Undecided(f"{because}: no end token was drawn")
-    return Measured(float(short), because)
+    return Measured(float(short), because, float(ended))
 
 
 def stop_string(lab: Lab) -> Measured:
@@ -377,7 +379,7 @@ def stop_string(lab: Lab) -> Measured:
         return Measured(
             float(len(wrong)), f"stop={[NEVER, text]}: {len(wrong)} of 8 samples end elsewhere, as {wrong[0]!r}"
         )
-    return Measured(0.0, f"stop={[NEVER, text]} ended {ended} of 8 samples early")
+    return Measured(0.0, f"stop={[NEVER, text]} ended {ended} of 8 samples early", float(ended))
 
 
 def _stopped_by(t: Trained, text: str, tokenizer: Any) -> tuple[int, list[str]]:

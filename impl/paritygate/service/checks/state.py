@@ -48,12 +48,8 @@ def optimizer_restored(lab: Lab) -> Measured:
         except Refusal as error:
             return Measured(np.inf, f"after a restore with the optimizer the next step fails: {error}")
         cold = _next_step(lab, session.restore(path), 51)
-        gap, seen = lab.distance(got, want), lab.distance(cold, want)
-    because = (
-        f"after a restore with the optimizer the next step is {gap:.3g} (relative) from the uninterrupted run's; "
-        f"weights alone: {seen:.3g}"
-    )
-    return Measured(gap, because, seen, lab.step_noise(want))
+        what, contrast = "after a restore with the optimizer the next step", "that after a restore of the weights alone"
+        return lab.held_to(got, want, cold, what, "the uninterrupted run's", contrast)
 
 
 def weights_only_is_cold(lab: Lab) -> Measured:
@@ -63,28 +59,36 @@ def weights_only_is_cold(lab: Lab) -> Measured:
         got = _next_step(lab, session.restore(path))
         want = _next_step(lab, session.restore(path), beta1=0.0, beta2=0.0)
         warm = _next_step(lab, session.restore(path, optimizer=True))
-        gap, seen = lab.distance(got, want), lab.distance(warm, want)
-    because = f"after a restore of the weights alone the first step is {gap:.3g} (relative) from a memoryless one"
-    return Measured(gap, because, seen, lab.step_noise(want))
+        what, contrast = "after a restore of the weights alone the first step", "that after one with the optimizer"
+        return lab.held_to(got, want, warm, what, "a memoryless one", contrast)
 
 
 def load_state(lab: Lab) -> Measured:
     """As a client's first request load_state is the restore of the weights, with the optimizer the one with it."""
     with lab.session() as session:
         path = _trained(lab, session).save(next(lab.names))
-        worst, steps = 0.0, list[Moved]()
+        loaded, restored = list[Moved](), list[Moved]()
         for optimizer in (False, True):
             trainer = session.create(lab.settings.rank, seed=14)
             try:
                 trainer.load(path, optimizer=optimizer)
             except AttributeError:
                 raise Undecided("this SDK has no load_state") from None
-            got = _next_step(lab, trainer)
-            steps.append(_next_step(lab, session.restore(path, optimizer=optimizer)))
-            worst = max(worst, lab.distance(got, steps[-1]))
-        seen = lab.distance(steps[0], steps[1])
-    because = f"after load_state and load_state_with_optimizer the next step is up to {worst:.3g} (relative) off"
-    return Measured(worst, because, seen, lab.step_noise(steps[1]))
+            loaded.append(_next_step(lab, trainer))
+            restored.append(_next_step(lab, session.restore(path, optimizer=optimizer)))
+        verbs, restores = ("load_state", "load_state_with_optimizer"), ("a restore", "one with the optimizer")
+        each = [
+            lab.held_to(
+                loaded[i],
+                restored[i],
+                restored[1 - i],
+                f"after {verbs[i]} the next step",
+                f"that after {restores[i]}",
+                f"that after {restores[1 - i]}",
+            )
+            for i in (0, 1)
+        ]
+    return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
 
 
 def saved_exactly(lab: Lab) -> Measured:
@@ -145,10 +149,12 @@ def names_apart(lab: Lab) -> Measured:
             trainer.save_for_sampler(next(lab.names))
         other = trainer.save(next(lab.names))
         restored = [lab.change(session.restore(saved)) for saved in (path, other)]
-        gap = max(lab.distance(restored[0], first), lab.distance(restored[1], second))
-        seen = lab.distance(second, first)
-    because = f"of two states saved under two names one came back {gap:.3g} (relative) off"
-    return Measured(gap, because, seen, lab.step_noise(first))
+        saved, names = (first, second), ("the first state", "the second")
+        each = [
+            lab.held_to(restored[i], saved[i], saved[1 - i], f"{names[i]}, restored,", "it, saved,", names[1 - i])
+            for i in (0, 1)
+        ]
+    return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
 
 
 def _flagged(lab: Lab, session: Session, seed: int | None = 13, **flags: bool) -> Trainer:
@@ -164,14 +170,15 @@ def flags(lab: Lab) -> Measured:
     """Each of train_attn, train_mlp and train_unembed changes what is trained."""
     with lab.session() as session:
         whole = lab.change(_flagged(lab, session))
-        least, which = np.inf, ""
+        gaps = dict[str, float]()
         for flag in FLAGS:
-            gap = lab.distance(lab.change(_flagged(lab, session, **{flag: False})), whole)
-            if gap < least:
-                least, which = gap, flag
-    bound = max(0.005, lab.step_noise(whole))
-    because = f"{which}=False changes two steps by {least:.3g} (relative), the least of the three flags"
-    return Measured(0.0 if least > 4 * bound else 1.0, because)
+            without = lab.change(_flagged(lab, session, **{flag: False}))
+            gaps[flag] = lab.distance(without, whole, f"{flag}=False changes two steps by")
+    least = 4 * max(0.005, lab.step_noise(whole))
+    none = [flag for flag, gap in gaps.items() if not gap > least]
+    each = ", ".join(f"{flag}=False by {gap:.3g}" for flag, gap in gaps.items())
+    because = f"two steps change with {each} (relative; above {least:.3g} is an effect)"
+    return Measured(float(len(none)), f"{because}; without effect: {', '.join(none)}" if none else because)
 
 
 def flags_restored(lab: Lab) -> Measured:
@@ -191,9 +198,8 @@ def flags_restored(lab: Lab) -> Measured:
             if rank is not None and rank_back is not None and rank != rank_back:
                 return Measured(1.0, f"an adapter of rank {rank} was restored with rank {rank_back}")
             want, got = _next_step(lab, trainer, beta1=0.0, beta2=0.0), _next_step(lab, back, beta1=0.0, beta2=0.0)
-            gap, seen = lab.distance(got, want), lab.distance(whole, want)
-        because = f"with {flag}=False the step after a restore is {gap:.3g} (relative) from the uninterrupted one"
-        each.append(Measured(gap, because, seen, lab.step_noise(want)))
+            what = f"with {flag}=False the step after a restore"
+            each.append(lab.held_to(got, want, whole, what, "that without one", "that with all flags on"))
     return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
 
 

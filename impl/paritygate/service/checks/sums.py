@@ -12,26 +12,22 @@ from paritygate.service.outcome import Measured, Undecided
 MANY = 1030  # the SDK sends at most 1024 datums a request
 
 
+Gradients = Callable[[Trainer], object]
+
+
 def _same(
     lab: Lab,
-    what: str,
-    one: Callable[[Trainer], object],
-    other: Callable[[Trainer], object],
-    wrong: Callable[[Trainer], object],
-    wrong_is: str,
+    what: tuple[str, str, str],
+    one: Gradients,
+    other: Gradients,
+    wrong: Gradients,
     weights_noise: float = 0.0,
     **adam: float,
 ) -> Measured:
-    """Compare two arms that are equal by right, and a third that is not and is called `wrong_is`.
-
-    weights_noise: as of `Lab.step_noise`.
-    """
+    """Compare two arms that are equal by right, and a third that is not, called `what`; see `Lab.held_to`."""
     with lab.session() as session:
-        first, second, contrast = (lab.arm(session, gradients, **adam) for gradients in (one, other, wrong))
-        gap = lab.distance(first, second, f"{what}, the steps differ by")
-        seen = lab.distance(contrast, second, f"the contrast, {wrong_is}, differs by")
-    because = f"{what}: the steps differ by {gap:.3g} (relative); contrast: {wrong_is}"
-    return Measured(gap, because, seen, lab.step_noise(second, weights_noise))
+        arms = [lab.arm(session, gradients, **adam) for gradients in (one, other, wrong)]
+        return lab.held_to(arms[0], arms[1], arms[2], *what, weights_noise)
 
 
 def _scaled(data: Sequence[Datum], factor: float) -> list[Datum]:
@@ -43,21 +39,23 @@ def duplicate(lab: Lab) -> Measured:
     data = lab.weighted(lab.data(2, 12, salt=30))
     twice = _same(
         lab,
-        "each datum twice, and once with doubled weights",
+        ("the step on each datum twice", "that on each once with doubled weights", "that on each once"),
         lambda t: t.forward_backward([*data, *data]),
         lambda t: t.forward_backward(_scaled(data, 2.0)),
         lambda t: t.forward_backward(data),
-        "each datum once",
     )
     large = lab.weighted(data, 1.0)  # up to 1; twice that the step is the same size, and no longer the same direction
     bounded = [d.with_inputs(weights=np.minimum(2 * d.inputs["weights"], 1.0)) for d in large]
     above = _same(
         lab,
-        "each datum twice, and once with weights of up to 2",
+        (
+            "the step on weights of up to 2",
+            "that on each datum twice with half of them",
+            "that on weights of at most 1",
+        ),
         lambda t: t.forward_backward(_scaled(large, 2.0)),
         lambda t: t.forward_backward([*large, *large]),
         lambda t: t.forward_backward(bounded),
-        "weights of at most 1",
         learning_rate=lab.adam["learning_rate"] / 4,  # beside these gradients eps is nothing
     )
     return max(twice, above, key=lambda measured: measured.figure / max(measured.noise, 0.005))
@@ -76,11 +74,14 @@ def losses(lab: Lab) -> Measured:
 
     return _same(
         lab,
-        "cross_entropy and then importance_sampling, and both by cross_entropy",
+        (
+            "the step after cross_entropy and then importance_sampling",
+            "that after both by cross_entropy",
+            "that after importance_sampling alone",
+        ),
         two,
         lambda t: t.forward_backward([*first, *oracle]),
         lambda t: t.forward_backward(oracle),
-        "importance_sampling alone",
         1.5 * lab.noise.logprob,
     )
 
@@ -96,11 +97,10 @@ def split(lab: Lab) -> Measured:
 
     return _same(
         lab,
-        "one call and two",
+        ("the step after two calls", "that after one with the datums of both", "that after the second call alone"),
         two,
         lambda t: t.forward_backward(data),
         lambda t: t.forward_backward(data[cut:]),
-        "the second call alone",
     )
 
 
@@ -114,11 +114,10 @@ def permuted(lab: Lab) -> Measured:
     data = lab.weighted(_ragged(lab))
     return _same(
         lab,
-        "another order of datums",
+        ("the step on datums in another order", "that in theirs", "that without the first datum"),
         lambda t: t.forward_backward(data[::-1]),
         lambda t: t.forward_backward(data),
         lambda t: t.forward_backward(data[1:]),
-        "the first datum left out",
     )
 
 
@@ -132,11 +131,10 @@ def alone(lab: Lab) -> Measured:
 
     return _same(
         lab,
-        "each datum in a call of its own, and all in one",
+        ("the step after a call for each datum", "that after one for all", "that with half of the weights"),
         each,
         lambda t: t.forward_backward(data),
         lambda t: t.forward_backward(_scaled(data, 0.5)),
-        "half of the weights",
     )
 
 
@@ -169,11 +167,14 @@ def many(lab: Lab) -> Measured:
     few = lab.weighted([lab.datum(2, 40_000 + index) for index in range(5)], lab.weight * 4 / copies)
     return _same(
         lab,
-        f"{MANY} datums, and the five that they are copies of with the weight of all",
+        (
+            f"the step on {MANY} datums",
+            "that on the five that they are copies of with the weight of all",
+            "that on the last request alone",
+        ),
         lambda t: t.forward_backward(few * copies),
         lambda t: t.forward_backward(_scaled(few, copies)),
         lambda t: t.forward_backward((few * copies)[1024:]),
-        "the last request alone",
     )
 
 
@@ -190,11 +191,14 @@ def mixed_targets(lab: Lab) -> Measured:
 
     return _same(
         lab,
-        "targets of one and of two axes in one call, and in two",
+        (
+            "the step after a call with targets of one axis and of two",
+            "that after a call for each",
+            "that on the datum with one axis alone",
+        ),
         lambda t: t.forward_backward([narrow, wide]),
         each,
         lambda t: t.forward_backward([narrow]),
-        "the datum with one axis alone",
     )
 
 

@@ -119,9 +119,8 @@ def repeated_request(lab: Lab) -> Measured:
             trainer.step(**adam)
 
         wrong = lab.arm(session, twice, **MEMORY)
-        gap, seen = lab.distance(got, want), lab.distance(wrong, want)
-    because = f"with both requests sent twice the step is {gap:.3g} (relative) off"
-    return Measured(gap, because, seen, lab.step_noise(want))
+        what = "the step with both requests sent twice"
+        return lab.held_to(got, want, wrong, what, "that with each sent once", "two gradients and two steps")
 
 
 def _send_again(lab: Lab, requests: Sequence[Sent]) -> None:
