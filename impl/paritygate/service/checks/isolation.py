@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 
 from paritygate.service.checks.optimiser import gradient_norm
 from paritygate.service.checks.sampling import forward_logprobs, nats
+from paritygate.service.checks.state import farthest
 from paritygate.service.client import Array, Datum, Sample, Sampler, Session, read_sampled
 from paritygate.service.connection import Refusal, recorded
 from paritygate.service.lab import Lab, Moved, apart
@@ -168,18 +169,18 @@ def packed_samples(lab: Lab) -> Measured:
         samplers = [lab.sampler_of(session, trainer) for trainer in trainers]
         right = [forward_logprobs(trainer, prompt) for trainer in trainers for prompt in prompts]
         alone = [sampler.logprobs(prompt)[1 - len(prompt) :] for sampler in samplers for prompt in prompts]
-        each = {"scores one after another": _farthest(alone, right)}
+        each = {"scores one after another": farthest(alone, right)}
         for length in LONG:
             scores, samples, met = _at_once(lab, samplers, prompts, length)
             if any(values is None for values in (*scores, *(sample.logprobs for sample in samples))):
                 return Measured(np.inf, "an answer has no logprobs")
             after_first = 1 - len(prompts[0])  # from the end: a service may leave the leading None out
-            each["scores at once"] = _farthest([p[after_first:] for p in scores if p is not None], right)
+            each["scores at once"] = farthest([p[after_first:] for p in scores if p is not None], right)
             trained = [
                 forward_logprobs(trainer, (*prompts[0], *sample.tokens))[-len(sample.tokens) :]
                 for trainer, sample in zip(trainers, samples, strict=True)
             ]
-            each["samples at once"] = _farthest([s.logprobs for s in samples if s.logprobs is not None], trained)
+            each["samples at once"] = farthest([s.logprobs for s in samples if s.logprobs is not None], trained)
             if met or max(each.values()) > bound:
                 break
         else:
@@ -187,12 +188,8 @@ def packed_samples(lab: Lab) -> Measured:
     name = max(each, key=each.__getitem__)
     because = f"{name} of two adapters are {each[name]:.3g} nats from their training clients'"
     half = len(prompts)
-    contrast = min(_farthest([a], [b]) for a, b in zip(right[:half], right[half:], strict=True))
+    contrast = min(farthest([a], [b]) for a, b in zip(right[:half], right[half:], strict=True))
     return Measured(each[name], because, contrast, nats(lab))
-
-
-def _farthest(some: Sequence[Array], others: Sequence[Array]) -> float:
-    return max(float(np.abs(one - other).max()) for one, other in zip(some, others, strict=True))
 
 
 def _at_once(

@@ -1,5 +1,8 @@
 """state: what is saved comes back, whole and frozen, under the name that it was saved with."""
 
+import contextlib
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from paritygate.service.client import Array, Datum, Session, Trainer
@@ -42,14 +45,18 @@ def optimizer_restored(lab: Lab) -> Measured:
         _next_step(lab, trainer)
         path = trainer.save(next(lab.names))
         want = _next_step(lab, trainer, 51)
-        restored = session.restore(path, optimizer=True)
+        restored = [session.restore(path, optimizer=True) for _ in range(2)]  # the second waits while the first steps
         try:
-            got = _next_step(lab, restored, 51)
+            got = [_next_step(lab, one, 51) for one in restored]
         except Refusal as error:
             return Measured(np.inf, f"after a restore with the optimizer the next step fails: {error}")
         cold = _next_step(lab, session.restore(path), 51)
-        what, contrast = "after a restore with the optimizer the next step", "that after a restore of the weights alone"
-        return lab.held_to(got, want, cold, what, "the uninterrupted run's", contrast)
+        what, contrast = "with the optimizer the next step", "that after a restore of the weights alone"
+        each = [
+            lab.held_to(one, want, cold, f"after {which} restore {what}", "the uninterrupted run's", contrast)
+            for one, which in zip(got, ("a", "a second"), strict=True)
+        ]
+    return max(each, key=lambda measured: measured.figure)
 
 
 def weights_only_is_cold(lab: Lab) -> Measured:
@@ -128,12 +135,20 @@ def snapshot_frozen(lab: Lab) -> Measured:
         pulled = float(np.abs(lab.change(trainer).change - stepped.change).max())
         if pulled > max(0.001, 10 * lab.noise.logprob):
             return Measured(pulled, f"scores of older sampler weights move the training model by {pulled:.3g} nats")
-        moved = _scored(lab, trainer.snapshot().logprobs)
-        named = _scored(lab, lab.sampler_of(session, trainer).logprobs)
-    gap = max(float(np.abs(a - b).max()) for a, b in zip([*after, named], [*before, moved], strict=True))
-    seen = float(np.abs(moved - before[0]).max())
-    because = f"old samplers moved by training, or new ones not moved: {gap:.3g} nats; old and new are {seen:.3g} apart"
-    return Measured(gap, because, seen, 10 * max(lab.noise.logprob, lab.noise.sampler))
+        new = [_scored(lab, sampler.logprobs) for sampler in (trainer.snapshot(), lab.sampler_of(session, trainer))]
+        trained = lab.probe(trainer).change[: len(new[0])]  # the same sequence by the training model
+    old, new_is = (farthest(some, others) for some, others in ((after, before), (new, [trained, trained])))
+    seen = float(np.abs(trained - before[0]).max())
+    because = (
+        f"training moves older samplers by {old:.3g} nats, and leaves new ones {new_is:.3g} from the trainer; old and "
+        f"new weights are {seen:.3g} apart"
+    )
+    return Measured(max(old, new_is), because, seen, 10 * max(lab.noise.logprob, lab.noise.sampler))
+
+
+def farthest(some: Sequence[Array], others: Sequence[Array]) -> float:
+    """The largest difference of any two arrays in one place."""
+    return max(float(np.abs(one - other).max()) for one, other in zip(some, others, strict=True))
 
 
 def names_apart(lab: Lab) -> Measured:
@@ -151,9 +166,13 @@ def names_apart(lab: Lab) -> Measured:
         restored = [lab.change(session.restore(saved)) for saved in (path, other)]
         saved, names = (first, second), ("the first state", "the second")
         each = [
-            lab.held_to(restored[i], saved[i], saved[1 - i], f"{names[i]}, restored,", "it, saved,", names[1 - i])
+            lab.held_to(restored[i], saved[i], saved[1 - i], f"{names[i]}, restored,", "what was saved", names[1 - i])
             for i in (0, 1)
         ]
+        with contextlib.suppress(Refusal):  # of a name that is taken
+            again = lab.change(session.restore(trainer.save(name)))
+            what = "the second state, saved under the first one's name and restored,"
+            each.append(lab.held_to(again, second, first, what, "what was saved", names[0]))
     return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
 
 
@@ -204,10 +223,11 @@ def flags_restored(lab: Lab) -> Measured:
 
 
 def rank(lab: Lab) -> Measured:
-    """An adapter has the rank that was asked for, no less: the change of logits that it can make has it.
+    """An adapter has the rank that was asked for, no less and no more: the change of logits that it can make has it.
 
     With train_unembed alone the hidden states stay, and the change of N x K logprobs, up to a constant a position, is a
-    matrix of the adapter's rank. Rounding adds small singular values; only a gap in them says where the rank ends.
+    matrix of the adapter's rank; where it is more, something else is trained. Rounding adds small singular values; only
+    a gap in them says where the rank ends.
     """
     asked = lab.settings.rank
     ids = np.arange(lab.settings.low, min(lab.settings.high, lab.settings.low + asked + 8))
@@ -227,11 +247,14 @@ def rank(lab: Lab) -> Measured:
     if not sizes[0] > 1000 * floor:
         raise Undecided(f"the change of {change.size} logprobs is too small to see its rank: {sizes[0]:.3g}")
     seen = int((sizes[:asked] > 10 * floor).sum())
-    because = f"the change of logprobs by train_unembed alone has rank {seen}{'' if seen < asked else ' or more'}"
-    because = f"{because}; rank {asked} was asked for"
+    # What is rounded to few digits repeats itself to the bit, and is a matrix of full rank all the same.
+    rounding = 3 * lab.noise.step * float(np.sqrt(np.mean(change**2))) * floor / (1e-6 + 3 * lab.noise.logprob)
+    further = int((sizes[asked:] > 10 * (floor + rounding)).sum())
+    because = f"the change of logprobs by train_unembed alone has rank {seen + further}"
+    because = f"{because}; rank {asked} was asked for, and the next singular value is {sizes[asked] / sizes[0]:.2g}"
     if seen < asked and not sizes[seen - 1] > 30 * sizes[seen]:
         raise Undecided(f"{because}, and its singular values fade: {sizes[seen - 1]:.2g}, {sizes[seen]:.2g}")
-    return Measured(float(asked - seen), because)
+    return Measured(float(asked - seen + further), because)
 
 
 def seed(lab: Lab) -> Measured:
@@ -256,16 +279,25 @@ def seed(lab: Lab) -> Measured:
 
 
 def pending_gradient(lab: Lab) -> Measured:
-    """Saving, a state or for sampling, does not touch a gradient that waits; whether the saved state has it is said."""
+    """Saving, a state or for sampling, and forward do not touch a gradient that waits.
+
+    Whether the saved state has it is said.
+    """
+    between: dict[str, Callable[[Trainer], object]] = {
+        "save_state": lambda t: t.save(next(lab.names)),
+        "save_weights_for_sampler": lambda t: t.snapshot(),
+        "forward": lambda t: t.forward(_data(lab, salt=50)),
+    }
     with lab.session() as session:
         want = lab.arm(session, lambda t: t.forward_backward(_data(lab)))
-        trainer = session.restore(lab.warmed())
-        trainer.forward_backward(_data(lab))
-        path = trainer.save(next(lab.names))
-        trainer.snapshot()
-        trainer.step(**lab.adam)
-        got = lab.change(trainer)
-        gap = lab.distance(got, want)
+        gaps, path = dict[str, float](), ""
+        for verb, call in between.items():
+            trainer = session.restore(lab.warmed())
+            trainer.forward_backward(_data(lab))
+            made = call(trainer)
+            path = made if isinstance(made, str) else path
+            trainer.step(**lab.adam)
+            gaps[verb] = lab.distance(lab.change(trainer), want, f"after {verb} the step differs by")
         carried = "is not known: the restored state refused a step on zero weights"
         try:
             back = session.restore(path, optimizer=True)
@@ -274,8 +306,9 @@ def pending_gradient(lab: Lab) -> Measured:
             carried = "carries it" if lab.change(back).rms > want.rms / 4 else "does not carry it"
         except Refusal:
             pass
-    because = f"after a save the pending gradient's step is {gap:.3g} (relative) off; the saved state {carried}"
-    return Measured(gap, because, 1.0, lab.step_noise(want))
+    each = ", ".join(f"{verb} by {gap:.3g}" for verb, gap in gaps.items())
+    because = f"the pending gradient's step is changed (relative) by {each}; the saved state {carried}"
+    return Measured(max(gaps.values()), because, 1.0, lab.step_noise(want))
 
 
 def load_in_a_run(lab: Lab) -> Measured:

@@ -38,7 +38,7 @@ def several_targets(lab: Lab) -> Measured:
     columns = max(float(np.abs(k[:, 0] - one).max()) for k, one in zip(out.logprobs, alone, strict=True))
     if columns > max(1e-4, 12 * lab.noise.logprob):
         return Measured(columns, f"the first of K targets has a logprob {columns:.3g} nats from that of one target")
-    return _value(lab, "cross_entropy", data, {}, out)
+    return value_of(lab, "cross_entropy", data, {}, out)
 
 
 def policy(lab: Lab, loss: str) -> Measured:
@@ -49,7 +49,7 @@ def policy(lab: Lab, loss: str) -> Measured:
 
 def _of_both_verbs(lab: Lab, loss: str, data: Sequence[Datum], config: Mapping[str, float]) -> Measured:
     """The value that forward returns; where it is off, what forward_backward returns is told, too."""
-    measured = _value(lab, loss, data, config, lab.held().forward(data, loss, config))
+    measured = value_of(lab, loss, data, config, lab.held().forward(data, loss, config))
     if measured.figure <= 1e-4:
         return measured
     try:
@@ -64,7 +64,7 @@ def policy_defaults(lab: Lab, loss: str, defaults: Sequence[Mapping[str, float]]
     """The loss without options: one of the documented defaults."""
     data, _ = lab.policy_data(loss, 1.0)
     out = lab.held().forward(data, loss)
-    each = [_value(lab, loss, data, config, out) for config in defaults]
+    each = [value_of(lab, loss, data, config, out) for config in defaults]
     best = min(range(len(each)), key=lambda i: each[i].figure)
     low, high = defaults[best].values()
     because = f"without options, held to the documented thresholds {low:g} and {high:g}: {each[best].because}"
@@ -74,7 +74,7 @@ def policy_defaults(lab: Lab, loss: str, defaults: Sequence[Mapping[str, float]]
         out = lab.held().forward(data, loss, one)
     except Refusal:  # both or none, it says
         return measured
-    other = _value(lab, loss, data, {"clip_low_threshold": low, **one}, out)
+    other = value_of(lab, loss, data, {"clip_low_threshold": low, **one}, out)
     worse = other.figure > max(measured.figure, 0.0001, other.noise)
     return replace(other, because=f"with {one} alone {other.because}") if worse else measured
 
@@ -125,7 +125,8 @@ def _nats(lab: Lab) -> float:
     return 10 * lab.noise.logprob
 
 
-def _value(lab: Lab, loss: str, data: Sequence[Datum], config: Mapping[str, float], out: Pass) -> Measured:
+def value_of(lab: Lab, loss: str, data: Sequence[Datum], config: Mapping[str, float], out: Pass) -> Measured:
+    """`loss:sum` of `out` against the definition at the logprobs that came with it."""
     if out.loss is None:
         raise Undecided(f"there is no loss:sum among the metrics {sorted(out.metrics)}")
     oracles = lab.oracles(loss, data, out.logprobs, config)

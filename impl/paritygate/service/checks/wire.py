@@ -1,13 +1,13 @@
 """wire: every verb answers or refuses, requests are not carried out twice, and what is wrong is refused for good."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from paritygate.service.client import Datum, Session, Trainer
+from paritygate.service.client import Array, Datum, Session, Trainer
 from paritygate.service.connection import Broken, NoAnswer, Refusal, Sent, recorded
 from paritygate.service.lab import Lab
 from paritygate.service.outcome import Measured, Undecided
@@ -142,7 +142,20 @@ def _send_again(lab: Lab, requests: Sequence[Sent]) -> None:
 # ---------------------------------------------------------------------- refusals
 
 
-def refused(lab: Lab, what: str, bad: Callable[[Lab, Trainer, float], object], *, harmless: bool = False) -> Measured:
+Bad = Callable[[Lab, Trainer, float], object]
+
+
+def all_refused(lab: Lab, cases: Mapping[str, Bad]) -> Measured:
+    """Each of `cases` is refused as by `refused`; the first that is not, else the last."""
+    measured = Measured(0.0, "")
+    for what, bad in cases.items():
+        measured = refused(lab, what, bad)
+        if measured.figure > max(1e-4, measured.noise):
+            break
+    return measured
+
+
+def refused(lab: Lab, what: str, bad: Bad, *, harmless: bool = False) -> Measured:
     """`what` is refused at once and for good, and the client goes on from the state that it was in.
 
     harmless: it may also be accepted, as long as the state stays.
@@ -188,22 +201,32 @@ def _unknown_option(lab: Lab, trainer: Trainer, limit: float) -> object:
     return trainer.forward_backward([_policy(lab)], "ppo", {"no_such_option": 0.2}, limit=limit)
 
 
-def _nan(lab: Lab, trainer: Trainer, limit: float) -> object:
-    datum = _policy(lab)
-    advantages = datum.inputs["advantages"].copy()
-    advantages[3] = np.nan
-    datum = datum.with_inputs(logprobs=datum.inputs["logprobs"], advantages=advantages)
-    return trainer.forward_backward([datum], "importance_sampling", limit=limit)
+def _changed(name: str, change: Callable[[Array], Array]) -> Bad:
+    """A datum whose loss input `name` is changed: of cross_entropy or, for another than weights, a policy loss."""
+
+    def send(lab: Lab, trainer: Trainer, limit: float) -> object:
+        loss = "cross_entropy" if name == "weights" else "importance_sampling"
+        datum = lab.weighted([lab.datum(8, 82)])[0] if name == "weights" else _policy(lab)
+        inputs = {**datum.inputs, name: change(datum.inputs[name].copy())}
+        return trainer.forward_backward([Datum(datum.tokens, datum.targets, inputs)], loss, limit=limit)
+
+    return send
 
 
-def _out_of_range(lab: Lab, trainer: Trainer, limit: float) -> object:
+def _nan(values: Array) -> Array:
+    values[3] = np.nan
+    return values
+
+
+def _token_out_of_range(lab: Lab, trainer: Trainer, limit: float) -> object:
     datum = lab.weighted([lab.datum(8, 82)])[0]
     return trainer.forward_backward([replace(datum, tokens=(*datum.tokens[:-1], 50_000_000))], limit=limit)
 
 
-def _wrong_shapes(lab: Lab, trainer: Trainer, limit: float) -> object:
-    datum = lab.datum(8, 82)
-    return trainer.forward_backward([Datum(datum.tokens, datum.targets, {"weights": np.ones(5)})], limit=limit)
+def _target_out_of_range(lab: Lab, trainer: Trainer, limit: float) -> object:
+    datum = lab.weighted([lab.datum(8, 82)])[0]
+    targets = np.append(datum.targets[:-1], 50_000_000)
+    return trainer.forward_backward([replace(datum, targets=targets)], limit=limit)
 
 
 def _empty(lab: Lab, trainer: Trainer, limit: float) -> object:
@@ -268,9 +291,25 @@ CHECKS = {
     "wire/repeated_request": repeated_request,
     "wire/refuses_unknown_loss": partial(refused, what="an unknown loss", bad=_unknown_loss),
     "wire/refuses_unknown_option": partial(refused, what="an unknown loss_fn_config", bad=_unknown_option),
-    "wire/refuses_nan": partial(refused, what="a NaN advantage", bad=_nan),
-    "wire/refuses_token_out_of_range": partial(refused, what="token 50000000", bad=_out_of_range),
-    "wire/refuses_wrong_shapes": partial(refused, what="5 weights for 8 targets", bad=_wrong_shapes),
+    "wire/refuses_nan": partial(
+        all_refused,
+        cases={
+            "a NaN advantage": _changed("advantages", _nan),
+            "a NaN sampler logprob": _changed("logprobs", _nan),
+            "a NaN weight": _changed("weights", _nan),
+        },
+    ),
+    "wire/refuses_token_out_of_range": partial(
+        all_refused, cases={"token 50000000": _token_out_of_range, "target 50000000": _target_out_of_range}
+    ),
+    "wire/refuses_wrong_shapes": partial(
+        all_refused,
+        cases={
+            "5 weights for 8 targets": _changed("weights", lambda values: values[:5]),
+            "5 advantages for 8 targets": _changed("advantages", lambda values: values[:5]),
+            "5 sampler logprobs for 8 targets": _changed("logprobs", lambda values: values[:5]),
+        },
+    ),
     "wire/refuses_empty_data": partial(refused, what="a request without datums", bad=_empty, harmless=True),
     "wire/refuses_too_long": partial(refused, what="a sequence beyond the context", bad=_too_long),
     "wire/refuses_unknown_model": unknown_model,
