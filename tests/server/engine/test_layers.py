@@ -34,11 +34,15 @@ def llama(folder: Path, **options: Any) -> Network:
     return Network.load(folder)
 
 
-def passed(network: Network, fused: Layers | None) -> tuple[Tensor, list[Tensor]]:
+def passed(
+    network: Network, fused: Layers | None, read_from: tuple[int, int, int] = (0, 0, 0)
+) -> tuple[Tensor, list[Tensor]]:
     """Hidden states and caches after a prefill of three sequences and a pass of a decoded token, a piece, a prompt."""
     generator = torch.Generator().manual_seed(0)
     adapters = [moved_adapter(network, mlp=mlp).freeze(f"{mlp}") for mlp in (True, False)]
     sequences = [Sequence(network.shape, [0] * 64, 128) for _ in range(3)]
+    for sequence, first in zip(sequences, read_from, strict=True):
+        sequence.read_from = first
     network._fused = fused
     out = Tensor()
     for counts in ((70, 3, 0), (1, 30, 40)):
@@ -77,6 +81,15 @@ def test_one_call_gives_the_bits_of_the_modules(model: Network) -> None:
     use_threads(3, torch.float32)
     assert torch.equal(passed(model, fused)[0], want)
     use_threads(1, torch.float32)
+
+
+def test_the_last_layer_is_computed_for_the_rows_that_are_read(model: Network) -> None:
+    """Of the second pass the decoded token, nothing of the piece, the last two of the prompt; of the first nothing."""
+    want, caches = passed(model, model._fused)
+    for fused in (model._fused, None):
+        got, written = passed(model, fused, read_from=(70, 40, 38))
+        assert torch.equal(got, want[[0, 69, 70]])
+        assert all(torch.equal(a, b) for a, b in zip(written, caches, strict=True))
 
 
 def test_layers_that_the_kernels_do_not_know_stay_modules(tmp_path: Path) -> None:

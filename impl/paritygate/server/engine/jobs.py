@@ -58,6 +58,11 @@ class SampleJob:
     def prefilled(self) -> bool:
         return self.sequence is not None and self.sequence.done >= len(self.prompt)
 
+    def reads_from(self) -> int:
+        """The first token of the prompt whose hidden state is read: by the first draw, or by what is scored."""
+        last = len(self.prompt) - 1
+        return last if self.scoring is None else min(last, self.scoring.rows(len(self.prompt)).start)
+
     def capacity(self) -> int:
         return len(self.prompt) + self.params.max_tokens
 

@@ -147,10 +147,12 @@ class Engine:
             hidden = self._forward(batch)
             self.steps += 1
             done: list[tuple[Row, Tensor]] = []
-            for span, owner in zip(batch.spans, batch.owners, strict=True):
-                rows = hidden[span.row : span.row + span.count]
-                span.sequence.hidden[span.start : span.start + span.count] = rows
-                span.sequence.done = span.start + span.count
+            read = [span.read for span in batch.spans]
+            for span, owner, rows in zip(batch.spans, batch.owners, hidden.split(read), strict=True):
+                end = span.start + span.count
+                span.sequence.hidden[end - len(rows) : end] = rows
+                span.sequence.known[end - len(rows) : end] = True
+                span.sequence.done = end
                 if isinstance(owner, Row):
                     done.append((owner, rows[-1]))
             self._choose(done)
@@ -177,6 +179,7 @@ class Engine:
         if missing is not None and any(missing in other.pages for other in self._prefilling):
             return False
         sequence = Sequence(self.network.shape, job.prompt, job.capacity())
+        sequence.read_from = job.reads_from()
         used = self._active_bytes()
         if used and used + sequence.reserved > self.limits.active_cache_bytes:
             return False

@@ -53,7 +53,7 @@ class PromptScores:
 
 
 def score_prompt(network: Network, sequence: Sequence, snapshot: Snapshot, scoring: Scoring) -> PromptScores:
-    """Score a prompt whose hidden states are all computed."""
+    """Score a prompt whose hidden states are computed where they are read."""
     tokens = sequence.tokens
     scores = PromptScores([None] * len(tokens), [None] * len(tokens), [], [])
     if scoring.targets is not None:

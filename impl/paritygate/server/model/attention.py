@@ -30,15 +30,24 @@ class Span:
     start: int
     count: int
 
+    @property
+    def read(self) -> int:
+        """How many of the last tokens' hidden states are read."""
+        return min(self.count, max(0, self.start + self.count - self.sequence.read_from))
+
 
 def cached(spans: list[Span], rows: int) -> "CachedAttention | BlockAttention":
     """Attention of `rows` packed rows that appends to each sequence's keys and values, then attends to all of them."""
     compiled = products.attends(spans[0].sequence.shape.head_dim)
-    return CachedAttention(spans) if compiled else BlockAttention(spans, rows)
+    attention = CachedAttention(spans) if compiled else BlockAttention(spans, rows)
+    attention.read = torch.cat([torch.arange(s.row + s.count - s.read, s.row + s.count) for s in spans])
+    return attention
 
 
 class CachedAttention:
     """By the compiled kernel; no gradient."""
+
+    read: Tensor
 
     def __init__(self, spans: list[Span]) -> None:
         self.table = products.spans(
@@ -46,8 +55,7 @@ class CachedAttention:
             for span in spans
             for kv in [span.sequence.kv]
         )
-        self.tails = torch.tensor([span.count for span in spans])
-        self.rows_out = int(self.tails.sum())
+        self.tails = torch.tensor([span.read for span in spans])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return products.attend(q, self.table, k.shape[0], scale, layer=layer, fresh=(k, v))
@@ -55,6 +63,8 @@ class CachedAttention:
 
 class BlockAttention:
     """By torch, block by block; no gradient."""
+
+    read: Tensor
 
     def __init__(self, spans: list[Span], rows: int) -> None:
         self.longer = [span for span in spans if span.count > 1]
@@ -108,6 +118,8 @@ class _Single:
 class PlainAttention:
     """Differentiable attention of sequences that begin with the same `shared` rows: those first, then what follows
     in each (`rests` rows), laid end to end."""
+
+    read = None
 
     def __init__(self, shared: int, rests: Seq[int]) -> None:
         self.lengths = [shared, *rests]

@@ -17,7 +17,8 @@ KEY_BLOCK = 64  # capacities are multiples of this, the attention's block of key
 class Sequence:
     """One sequence in the making: keys and values (L, 2, K, capacity, D), hidden states, how many are computed.
 
-    Memory grows as tokens come; `reserved` counts what it may grow to.
+    Memory grows as tokens come; `reserved` counts what it may grow to. Hidden states before `read_from` are not asked
+    for; those that are there all the same are `known`.
     """
 
     def __init__(self, shape: Shape, tokens: list[int], capacity: int) -> None:
@@ -25,6 +26,8 @@ class Sequence:
         self.capacity = _whole(capacity)
         self.tokens = list(tokens)
         self.done = 0
+        self.read_from = 0
+        self.known = np.zeros(self.capacity, dtype=bool)
         self.kv, self.hidden = self._buffers(min(self.capacity, _whole(len(tokens) + KEY_BLOCK)))
 
     @property
@@ -45,6 +48,7 @@ class Sequence:
         """A copy with its own memory."""
         copy = Sequence(self.shape, self.tokens, self.capacity)
         copy.done = self.done
+        copy.known[:] = self.known
         copy._copy(self.kv, self.hidden)
         return copy
 
@@ -69,6 +73,7 @@ def _whole(tokens: int) -> int:
 class _Page:
     kv: Tensor
     hidden: Tensor
+    first: int  # of the tokens from which on all hidden states are known; PAGE, and no memory for them, where none is
 
     def bytes(self) -> int:
         return self.kv.nbytes + self.hidden.nbytes
@@ -94,15 +99,16 @@ class PrefixCache:
         return keys
 
     def fill(self, sequence: Sequence, version: str) -> int:
-        """Copy the longest cached prefix into a fresh sequence; return its length in tokens."""
+        """Copy the longest cached prefix whose hidden states are known where they are read; return its length."""
         for key in self.keys(version, sequence.tokens):
             page = self._pages.get(key)
-            if page is None:
+            start, end = sequence.done, sequence.done + PAGE
+            if page is None or start + page.first > max(start, sequence.read_from):
                 break
             self._pages.move_to_end(key)
-            start, end = sequence.done, sequence.done + PAGE
             sequence.kv[:, :, :, start:end] = page.kv
-            sequence.hidden[start:end] = page.hidden
+            sequence.hidden[start + page.first : end] = page.hidden
+            sequence.known[start + page.first : end] = True
             sequence.done = end
         self.hits += sequence.done
         return sequence.done
@@ -113,13 +119,17 @@ class PrefixCache:
     def store(self, sequence: Sequence, version: str) -> None:
         """Keep every whole computed page of `sequence`."""
         for index, key in enumerate(self.keys(version, sequence.tokens[: sequence.done])):
-            if key in self._pages:
+            start, end = index * PAGE, (index + 1) * PAGE
+            unknown = np.flatnonzero(~sequence.known[start:end])
+            first = int(unknown[-1]) + 1 if len(unknown) else 0
+            old = self._pages.get(key)
+            if old is not None and old.first <= first:
                 self._pages.move_to_end(key)
                 continue
-            start, end = index * PAGE, (index + 1) * PAGE
-            page = _Page(sequence.kv[:, :, :, start:end].clone(), sequence.hidden[start:end].clone())
+            page = _Page(sequence.kv[:, :, :, start:end].clone(), sequence.hidden[start + first : end].clone(), first)
             self._pages[key] = page
-            self.bytes += page.bytes()
+            self._pages.move_to_end(key)
+            self.bytes += page.bytes() - (old.bytes() if old is not None else 0)
         while self.bytes > self.limit_bytes and self._pages:
             self.bytes -= self._pages.popitem(last=False)[1].bytes()
 

@@ -45,7 +45,7 @@ class Layers:
     def forward(
         self, rows: Tensor, positions: Tensor, ranges: list[tuple[int, int, Weights]], attention: Any
     ) -> Tensor:
-        """(T, hidden) embedded rows -> (R, hidden) before the last norm: of each span the last `tails` rows."""
+        """(T, hidden) embedded rows -> those of `attention.read`, before the last norm."""
         rows = rows.float().contiguous().clone()
         turned = self.body.rotary_emb(rows[None], position_ids=positions[None])
         cosines, sines = (x[0].float().contiguous() for x in turned)
@@ -59,7 +59,7 @@ class Layers:
             products.EMULATED,
         )  # fmt: skip
         products.library().layers(ctypes.byref(passed))
-        return rows[: attention.rows_out]
+        return rows[: len(attention.read)]
 
     def takes(self, attention: Any, ranges: list[tuple[int, int, Weights]]) -> bool:
         """Whether a pass with these is one of sampling, whose rows are all in spans and whose weights never change."""

@@ -25,7 +25,12 @@ from paritygate.server.model.shape import read_shape
 
 
 class Attention(Protocol):
-    """Attention of one pass, fp32: q (H, T, D), k and v (K, T, D) -> (H, T, D); `scale` multiplies the scores."""
+    """Attention of one pass, fp32: q (H, T, D), k and v (K, T, D) -> (H, T, D); `scale` multiplies the scores.
+
+    `read` are the rows whose final hidden states are asked for, None for all.
+    """
+
+    read: Tensor | None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
 
@@ -154,7 +159,7 @@ class Network:
             self.routes.ranges, self._attention = [], None
 
     def forward(self, tokens: Tensor, positions: Tensor, *, recompute: bool = False) -> Tensor:
-        """(T,) ids at (T,) positions -> (T, hidden) final hidden states; call it inside `routed`.
+        """(T,) ids at (T,) positions -> (T, hidden) final hidden states, of the rows that are read; inside `routed`.
 
         With `recompute`, layers keep only their input and run again in the backward pass: less memory, a third slower.
         """
@@ -165,7 +170,8 @@ class Network:
             layer.gradient_checkpointing = recompute
             layer.training = recompute  # of the layer alone: its parts stay as they are, so nothing is dropped out
         out = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        return out.last_hidden_state[0]
+        rows = out.last_hidden_state[0]
+        return rows if self._attention is None or self._attention.read is None else rows[self._attention.read]
 
     def head(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """(M, hidden) -> (M, vocabulary) logits, (M,) log sum exp of each row, all fp32."""
