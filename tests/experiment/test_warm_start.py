@@ -11,6 +11,7 @@ from paritygate import retail
 from paritygate.agent import prompt, renderer
 from paritygate.agent.gold import gold_trajectory
 from paritygate.backend.vocabulary import offline
+from paritygate.experiment.phases import warm_start
 from tests.experiment.scaled_spec import brief
 from tests.experiment.test_wiring import purpose
 from tests.scripted_service import POLICY, ScriptedService, digest
@@ -62,3 +63,12 @@ def test_what_is_trained_on_and_what_the_arms_begin_with(
     assert (facts["state"], facts["episodes"]) == (warm, 5)
     [pilot] = [weights for path, weights in service.ever_saved.items() if purpose(path) == "timing_pilot-sdpo_token-0"]
     assert pilot == digest("fresh", service.ever_saved[warm])  # its weights, not its moments
+
+
+def test_a_cached_adapter_is_of_the_same_kernels() -> None:
+    """The C++ that multiplies decides its bits, and so does the compiler of it (design/020)."""
+    sources = warm_start.server_sources()
+    assert {"native/vector.hpp", "server/model/products.cpp", "server/model/layers.hpp", "server/model/lora.py"} <= set(
+        sources
+    )
+    assert not any("__pycache__" in name for name in sources)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paritygate import native
 from paritygate import server as embedded_server
 from paritygate.agent.trajectory import Trajectory
 from paritygate.backend import Datum, Trainer, cross_entropy_datum
@@ -95,7 +96,6 @@ async def _step(state: State, spec: WarmStart, trainer: Trainer, batch: Sequence
 
 async def _inputs(state: State, spec: WarmStart, episodes: Sequence[Trajectory]) -> Record:
     """All that the adapter's bits depend on: what is trained on, how, by which model, code and library."""
-    server = Path(embedded_server.__file__).resolve().parent
     policy = await state.policy()
     weights = sorted(Path(policy.tokenizer.name_or_path).glob("*.safetensors"))
     adam = state.exp.adam
@@ -106,9 +106,18 @@ async def _inputs(state: State, spec: WarmStart, episodes: Sequence[Trajectory])
         "adam": [adam.beta1, adam.beta2, adam.eps],
         "rank": state.exp.lora_rank,
         "model": {"name": state.exp.base_model, "weights": [sha256_file(path) for path in weights]},
-        "server": {path.relative_to(server).as_posix(): sha256_file(path) for path in sorted(server.rglob("*.py"))},
+        "server": server_sources(),
+        "kernels": native.build_record(),
         "torch": importlib.metadata.version("torch"),
     }
+
+
+def server_sources() -> dict[str, str]:
+    """Digest of every source that computes in an embedded server, those of its compiled kernels included."""
+    home = Path(embedded_server.__file__).resolve().parents[1]
+    paths = [path for folder in ("native", "server") for path in (home / folder).rglob("*.[chp]*") if path.is_file()]
+    kept = sorted(path for path in paths if path.suffix in (".py", ".cpp", ".hpp"))
+    return {path.relative_to(home).as_posix(): sha256_file(path) for path in kept}
 
 
 def _cached(key: str) -> Path:

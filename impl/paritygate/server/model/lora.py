@@ -73,7 +73,8 @@ class Adapter:
         a = self.a.get(name)
         if a is None:
             return None
-        return linear(linear(rows, a), self.b[name]) * self.spec.scale
+        delta = linear(linear(rows, a), self.b[name])
+        return delta if self.spec.scale == 1 else delta * self.spec.scale  # a product with 1 costs what a sum does
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter as (name, tensor), in one fixed order."""

@@ -390,6 +390,25 @@ int64_t has_tiles() {
 #endif
 }
 
+// A weight (outputs, inputs) in panels (panels, inputs, PANEL) of float32 as one of (inputs, outputs).
+void turn_singles(const float* from, int64_t inputs, int64_t outputs, int64_t threads, float* to) {
+    share((inputs + PANEL - 1) / PANEL, threads, inputs * outputs, [&](int64_t unit) {
+        for (int64_t o = 0; o < outputs; o += 4)
+            for (int64_t j = 0; j < PANEL; j += 4) {
+                const int64_t first = unit * PANEL + j;
+                const float* square = from + (o / PANEL * inputs + first) * PANEL + o % PANEL;
+                float* there = to + (unit * outputs + o) * PANEL + j;
+                if (o + 4 <= outputs && first + 4 <= inputs) {
+                    turn_square(square, PANEL, there, PANEL);
+                    continue;
+                }
+                for (int64_t i = 0; i < least(4, outputs - o); i++)
+                    for (int64_t k = 0; k < 4; k++)
+                        there[i * PANEL + k] = first + k < inputs ? square[k * PANEL + i] : 0;
+            }
+    });
+}
+
 // A weight (outputs, inputs) in panels (panels, pairs, panel, 2) as one of (inputs, outputs), (.., turned, panel, 2).
 void turn_pairs(const uint16_t* from, int64_t inputs, int64_t outputs, int64_t pairs, int64_t turned, int64_t panel,
                 int64_t threads, uint16_t* to) {

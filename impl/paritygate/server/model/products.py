@@ -172,12 +172,16 @@ class Panels:
     @classmethod
     def turned(cls, panels: "Panels") -> "Panels":
         """The panels of the transposed weight."""
-        if not panels.paired:
-            return cls(panels.weight.T)
         turned = cls.__new__(cls)
         turned.outputs, turned.inputs = panels.inputs, panels.outputs
         turned.paired, turned.dots, turned.tiles = panels.paired, panels.dots, panels.tiles
         columns, step = turned._sizes()
+        if not panels.paired:
+            turned.data = panels.data.new_empty(-(-turned.outputs // columns), turned.inputs, columns, 1)
+            pointers = (ctypes.c_void_p(x.data.data_ptr()) for x in (panels, turned))
+            numbers = map(ctypes.c_int64, (panels.inputs, panels.outputs, threads()))
+            library().turn_singles(next(pointers), *numbers, next(pointers))
+            return turned
         pairs = -(-turned.inputs // step) * step // 2
         turned.data = panels.data.new_zeros(-(-turned.outputs // columns), pairs, columns, 2)
         sizes = (panels.inputs, panels.outputs, panels.data.shape[1], pairs, columns, threads())
