@@ -70,7 +70,7 @@ class Runs:
         self._arguments = [str(tree), "--spec", path, "--output", str(self.run), "--tau-bench", str(data)]
         # As parity was shown: a receipt holds what the environment asks of numerical libraries.
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
-        self._environment = kept | {"TINKER_BASE_URL": url, "TINKER_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
+        self._environment = kept | {"TINKER_BASE_URL": f"{url}/", "TINKER_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
 
     def start(self) -> "subprocess.Popen[str]":
         script = str(ROOT / "tests" / "experiment" / "proven_run.py")
@@ -264,6 +264,16 @@ def test_what_it_used_is_counted_and_nothing_is_left(foreign: Foreign) -> None:
     page = (run / "report.html").read_text()
     assert all(path in page for path in adapters)
     assert f"{foreign.items} of {foreign.items} episodes; tokens: prefill" in foreign.log
+
+
+def test_the_address_is_one_everywhere_and_the_key_nowhere(foreign: Foreign) -> None:
+    """It was given with a final slash; what a reviewer holds together are the preflight's and the proof's."""
+    facts, url = PhaseChain(foreign.run).record("service_preflight")["facts"], foreign.service.url
+    proved = json.loads((foreign.run / "service-proof.receipt.json").read_bytes())
+    assert (facts["endpoint"], proved["endpoint"]) == (url, url)
+    files = [path for path in foreign.run.rglob("*") if path.is_file()]
+    assert [path for path in files if KEY.encode() in path.read_bytes()] == []
+    assert KEY not in foreign.log
 
 
 def test_every_advantage_is_the_protocols_and_no_step_is_taken_twice(foreign: Foreign) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paritygate.service.connection import Connection, checked_url
+from paritygate.address import checked_url
+from paritygate.service.connection import Connection
 from paritygate.service.lab import Lab, Settings
 from paritygate.service.runner import prepare
 
@@ -66,7 +67,7 @@ def foreign(request: pytest.FixtureRequest) -> bool:
 def lab(request: pytest.FixtureRequest, foreign: bool) -> Iterator[Lab]:
     """The lab at the named service, else at the embedded server, warmed, calibrated and with its noise measured."""
     if foreign:
-        url = checked_url(request.config.getoption("--service"))
+        url = checked_url(request.config.getoption("--service"), "--service")
         connection = Connection(url, request.config.getoption("service_key") or "tml-none", "")
         connection.probe()
         lab = Lab(connection)

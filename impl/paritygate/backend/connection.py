@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from paritygate.address import checked_url
 from paritygate.backend.credentials import Credential
 from paritygate.backend.embedded import EmbeddedServer
 from paritygate.backend.guard import Guard, in_daemon_thread, probe
@@ -171,13 +172,16 @@ async def connect(
 
     The embedded server runs in a child process, keeps its saves in `state_dir` (None: a temporary one), and ends with
     this context. patience: seconds without health before waiting calls fail. limit: seconds that one call may take.
-    Raises BackendError within 10 s when no service answers at the address, BadInputError when there is no key: given,
-    in TINKER_API_KEY, printed by TINKER_CREDENTIAL_CMD, or stored by `tinker auth login`.
+    Raises BackendError within 10 s when no service answers at the address, BadInputError for what is no address
+    (`checked_url`), and when there is no key: given, in TINKER_API_KEY, printed by TINKER_CREDENTIAL_CMD, or stored by
+    `tinker auth login`.
     """
-    base_url = base_url or os.environ.get("TINKER_BASE_URL") or None
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     server: EmbeddedServer | None = None
-    if base_url is None:
+    named = base_url or os.environ.get("TINKER_BASE_URL")
+    if named:
+        base_url = checked_url(named, "base_url" if base_url else "TINKER_BASE_URL")
+    else:
         folder = Path(state_dir) if state_dir is not None else None
         server = EmbeddedServer(embedded_model or "smollm2", folder, embedded_dtype)
         await server.start()

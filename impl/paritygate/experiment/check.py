@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paritygate.address import checked_url
 from paritygate.errors import BadInputError, ParityGateError
 from paritygate.experiment.plan import benchmark, forecast
 from paritygate.experiment.plan.design import (
@@ -119,6 +120,10 @@ def _overview(exp: Experiment, device: str) -> tuple[str, ...]:
 def _service(exp: Experiment) -> str:
     address, embedded = os.environ.get("TINKER_BASE_URL"), exp.protocol.service.embedded_model
     if address:
+        try:
+            checked_url(address, "TINKER_BASE_URL")
+        except BadInputError as error:
+            return str(error)
         return f"{address} (TINKER_BASE_URL; not asked for this plan)"
     return f"the embedded server with {embedded}" if embedded else "set TINKER_BASE_URL; no embedded model stands in"
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from paritygate.address import checked_url
 from paritygate.errors import BadInputError, GateStopped, Refused
 from paritygate.experiment.correctness.parity import is_full_run, refuse_another_service
 from paritygate.experiment.protocol import PHASES, Phase
@@ -72,6 +73,8 @@ def run_experiment(
     root = Path(root).resolve()
     phases = [phase for phase in PHASES if phase.applies(exp)]
     check_request(phases, until, device)
+    if asks_the_service(phases, until) and is_full_run():
+        checked_url(os.environ["TINKER_BASE_URL"], "TINKER_BASE_URL")
     directory = choose_directory(exp, root, output, resume=resume)
     refuse_unresolved(exp)
     options = Options(root, device, Path(tau_bench) if tau_bench else None, trust_receipt, environment, prices)

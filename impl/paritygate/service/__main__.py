@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paritygate.address import checked_url
 from paritygate.bootstrap import Parser, exit_code
 from paritygate.errors import BackendError, BadInputError
 from paritygate.extras import require
@@ -71,6 +72,8 @@ def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     if not args.base_url:
         raise BadInputError("Name the service: --base-url, or TINKER_BASE_URL.")
+    name = "TINKER_BASE_URL" if args.base_url == os.environ.get("TINKER_BASE_URL") else "--base-url"
+    args.base_url = checked_url(args.base_url, name)
     if not os.environ.get("TINKER_API_KEY"):
         raise BadInputError("Set TINKER_API_KEY to the service's key; a service without keys takes tml-anything.")
     from paritygate.service import proof
@@ -114,13 +117,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _refuse_to_replace(args: argparse.Namespace, earlier: "Report", obligations: spec.Obligations) -> None:
     """BadInputError where the file holds a finished proof that this one would not show again."""
-    from paritygate.service.connection import checked_url
-    from paritygate.service.proof import without_password
-
-    url = without_password(checked_url(args.base_url))
     wanted = {entry.name for entry in obligations.entries}
     lost = [result.name for result in earlier.results if result.name not in wanted]
-    if earlier.endpoint != url or args.model not in (None, earlier.model) or lost:
+    if earlier.endpoint != args.base_url or args.model not in (None, earlier.model) or lost:
         raise BadInputError(
             f"{args.json} holds a finished proof of {earlier.endpoint} ({earlier.model}, {len(earlier.results)} "
             "obligations); name another file with --json, or say --fresh to replace it."

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from paritygate.errors import BackendError, BadInputError
+from paritygate.errors import BackendError
 from paritygate.service.journal import Journal
 
 T = TypeVar("T")
@@ -351,15 +351,3 @@ def _of_status(code: int, text: str, detail: str) -> Exception:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{text[:400]}" if text else type(error).__name__
-
-
-def checked_url(url: str) -> str:
-    """`url` without a final slash; BadInputError unless it is http(s) with a host."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise BadInputError(f"--base-url {url!r} is no address; it looks like http://127.0.0.1:8000.")
-    return url.rstrip("/")

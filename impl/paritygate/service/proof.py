@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from urllib.parse import urlsplit, urlunsplit
 
+from paritygate.address import checked_url
 from paritygate.errors import BadInputError
-from paritygate.service.connection import Connection, Usage, checked_url
+from paritygate.service.connection import Connection, Usage
 from paritygate.service.lab import Lab, Settings
 from paritygate.service.obligations import Obligations
 from paritygate.service.report import Report
@@ -37,14 +37,14 @@ def prove_at(
     Raises BadInputError (arguments) and BackendError (the service is gone, fails at what every check starts with, or
     stopped answering); what `save` was given last is what is known then.
     """
-    settings, url, sdk = settings or Settings(), checked_url(url), sdk_version()
+    settings, url, sdk = settings or Settings(), checked_url(url, "--base-url"), sdk_version()
     connection = Connection(url, api_key, model or "", limit=limit, usage=usage or Usage())
     connection.probe(10.0)
     lab = Lab(connection, settings)
     models = first_contact(lab)
     connection.model = model or _only_model(models, url)
     report = Report(
-        without_password(url),
+        url,
         connection.model,
         models,
         sdk,
@@ -95,9 +95,3 @@ def sdk_version() -> str:
     except ImportError as error:
         raise BadInputError(f"The installed Tinker SDK cannot be imported ({error}).") from None
     return installed
-
-
-def without_password(url: str) -> str:
-    """The address as it may be shown."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1]))

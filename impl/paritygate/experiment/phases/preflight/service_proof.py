@@ -11,7 +11,7 @@ from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.state import State
 from paritygate.service import report as reports
 from paritygate.service.lab import Settings
-from paritygate.service.proof import prove_at, without_password
+from paritygate.service.proof import prove_at
 from paritygate.service.receipt import receipt
 from paritygate.service.report import Report
 from paritygate.service.runner import Result, outcomes
@@ -38,7 +38,7 @@ async def service_proof(state: State) -> Decided:
 
     earlier = reports.read(files / JSON)
     if earlier is not None and backend.embedded:
-        earlier.endpoint = without_password(backend.endpoint)  # the run's own server has another port each time
+        earlier.endpoint = backend.endpoint  # the run's own server has another port each time
     report = await asyncio.to_thread(
         prove_at,
         backend.endpoint,
