@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -180,6 +180,29 @@ def command(module: str) -> tuple[list[str], dict[str, str], str]:
     python, environment = alone() if PROVEN else ([sys.executable, "-P"], dict(os.environ))
     program = f"{_START}start({_IMPL!r}, {module!r}, {NOT_PROVEN!r})"
     return [*python, "-c", program], environment, json.dumps(PROVEN) + "\n"
+
+
+def watched(*argv: str, session: bool = False) -> list[str]:
+    """How to start `argv` so that it is killed where this process ends before it, however that comes about.
+
+    Its stdin has to be that of `watch`; `argv` itself gets none. session: of one that leads a session of its own
+    (start_new_session) the children are killed too.
+    """
+    whom = "0" if session else "$$"  # the process group, or what the shell becomes
+    watch = f"(read -r _ || kill -s KILL {whom}) <&3 3<&- >/dev/null 2>&1 &"
+    return ["/bin/sh", "-c", f'exec 3<&0; {watch} exec "$@" </dev/null 3<&-', "sh", *argv]
+
+
+@contextlib.contextmanager
+def watch() -> Generator[int]:
+    """A pipe to start a `watched` process with; at the end of the context that, or what it left, is let be."""
+    read, write = os.pipe()
+    try:
+        yield read
+    finally:
+        os.write(write, b"\n")
+        os.close(write)
+        os.close(read)
 
 
 _START = """

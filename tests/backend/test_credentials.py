@@ -3,8 +3,11 @@
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from paritygate.backend.contact import first_contact
 from paritygate.backend.credentials import Credential
 from paritygate.errors import BackendError, BadInputError
 from tests.foreign_service import KEY, serving
+from tests.processes import runs
 from tests.scripted_service import POLICY
 
 URL = "http://127.0.0.1:9"
@@ -59,17 +63,51 @@ def test_a_command_that_hangs_is_ended_with_its_children(monkeypatch: pytest.Mon
         assert not [pid for pid in map(int, ids.read_text().split()) if runs(pid)]
 
 
-def runs(pid: int) -> bool:
-    """Whether the process is there and no zombie, after at most two seconds for its end."""
-    for _ in range(40):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return False
-        if state == "Z":
-            return False
-        time.sleep(0.05)
-    return True
+@pytest.mark.parametrize("number", ["TERM", "HUP", "INT", "KILL"])
+def test_a_command_ends_with_the_process_that_asked(number: str, tmp_path: Path) -> None:
+    """However that ends: the shell, what it waits for and its children do not go on for nobody."""
+    ids, asks = tmp_path / "ids", "import asyncio; from paritygate.backend.credentials import printed_key as asked; "
+    command = (
+        f"sleep 600 & echo $! >> {ids}; trap '' HUP INT TERM; sleep 600 & echo $! >> {ids}; echo $$ >> {ids}; wait"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(credentials.__file__).parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{asks}asyncio.run(asked({command!r}))"], env=environment, stderr=subprocess.DEVNULL
+    )
+    while not ids.exists() or len(ids.read_text().split()) < 3:
+        time.sleep(0.02)
+    process.send_signal(getattr(signal, f"SIG{number}"))
+    assert process.wait(timeout=10) != 0
+    assert not [pid for pid in map(int, ids.read_text().split()) if runs(pid)]
+
+
+def test_what_a_command_leaves_on_purpose_stays_and_its_watch_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As of an agent that keeps a login: it holds no output of the command open."""
+    left = tmp_path / "left"
+    monkeypatch.setenv("TINKER_CREDENTIAL_CMD", f"sleep 600 >/dev/null 2>&1 & echo $! $$ > {left}; echo {KEY}")
+    assert token() == KEY
+    agent, group = map(int, left.read_text().split())
+    try:
+        for _ in range(100):
+            members = [path.parent.name for path in Path("/proc").glob("[0-9]*/stat") if group_of(path) == group]
+            if members == [str(agent)]:
+                break
+            time.sleep(0.02)
+        assert members == [str(agent)]
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(agent, signal.SIGKILL)
+
+
+def group_of(stat: Path) -> int | None:
+    """The process group of a process that runs; None where it has ended meanwhile."""
+    try:
+        state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state == "Z" else int(group)
 
 
 ENDLESS = f"{sys.executable} -c \"import sys\nwhile True: sys.stdout.write('tml-' * 4096)\""

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import hypothesis
@@ -15,6 +17,7 @@ from paritygate.receipts.parity import read_parity_receipt, statement_of, write_
 from paritygate.receipts.subjects import subjects
 from tests.guard.small_tree import Tree
 from tests.guard.test_false_sessions import poison_rewritten
+from tests.processes import runs
 
 CELL = {"dtype": "float64", "regime": "ordinary", "oracle": "reference", "comparisons": 30, "worst_margin": 0.5}
 
@@ -51,6 +54,26 @@ def test_a_full_run_shows_parity_again(tree: Tree) -> None:
     (fresh,) = (path for path in tree.receipts() if path != receipt)
     assert fresh.name in done.stdout  # the run stands on what it has seen itself
     assert tree.git("worktree", "list").count("\n") == 0
+
+
+def test_parity_shown_again_ends_with_the_run_that_asked(tree: Tree, tmp_path: Path) -> None:
+    """Not minutes later, beside the run that is resumed."""
+    began = tmp_path / "began"
+    conftest = tree.root / "tests" / "conftest.py"
+    conftest.write_text(f"import os, time\nopen({str(began)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    (receipt,) = tree.receipts()
+    code = (
+        "import os, sys; from pathlib import Path; sys.path.insert(0, 'impl')\n"
+        "from paritygate.receipts import read_parity_receipt; from paritygate.receipts.rerun import run_parity\n"
+        "run_parity(Path(), 'cpu', read_parity_receipt(Path(sys.argv[1])), dict(os.environ))"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code, str(receipt)], cwd=tree.root)
+    until = time.monotonic() + 60
+    while not (began.exists() and began.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    run.terminate()
+    run.wait(timeout=10)
+    assert not runs(int(began.read_text()))
 
 
 def test_a_full_run_repeats_the_seed_of_the_receipt(bare: Tree) -> None:

@@ -10,10 +10,11 @@ import json
 import os
 import signal
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from typing import Any
 
+from paritygate.bootstrap import watch, watched
 from paritygate.errors import BadInputError
 from paritygate.spec.strict import parse_json, read_plain
 
@@ -106,25 +107,28 @@ async def printed_key(command: str) -> str:
     """What a credential command prints, in COMMAND_SECONDS; ValueError with what is wrong with it, in one clause.
 
     The command is the leader of a session of its own, has no stdin, and is killed with all its children where it has
-    not ended in time. One that leaves a child behind with its output open has not ended.
+    not ended in time, or this process ends before it. One that leaves a child behind with its output open has not
+    ended.
     """
-    process = await asyncio.create_subprocess_shell(
-        command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
-    )
-    errors, status = asyncio.ensure_future(_tail(process.stderr)), None
-    try:
-        async with asyncio.timeout(COMMAND_SECONDS):
-            printed = await _head(process.stdout)
-            if len(printed) > MOST_PRINTED:
-                raise ValueError(f"{COMMAND} printed more than {MOST_PRINTED >> 10} KiB")
-            stderr = await errors
-            status = await process.wait()
-    except TimeoutError:
-        raise ValueError(f"{COMMAND} had not ended after {COMMAND_SECONDS:g} s") from None
-    finally:
-        errors.cancel()
-        if status is None:
-            await _kill(process)
+    with watch() as stdin:
+        argv = watched("/bin/sh", "-c", command, session=True)
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=stdin, stdout=PIPE, stderr=PIPE, start_new_session=True
+        )
+        errors, status = asyncio.ensure_future(_tail(process.stderr)), None
+        try:
+            async with asyncio.timeout(COMMAND_SECONDS):
+                printed = await _head(process.stdout)
+                if len(printed) > MOST_PRINTED:
+                    raise ValueError(f"{COMMAND} printed more than {MOST_PRINTED >> 10} KiB")
+                stderr = await errors
+                status = await process.wait()
+        except TimeoutError:
+            raise ValueError(f"{COMMAND} had not ended after {COMMAND_SECONDS:g} s") from None
+        finally:
+            errors.cancel()
+            if status is None:
+                await _kill(process)
     if status:
         how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
         raise ValueError(f"{COMMAND} {how} ({_line(stderr.decode(errors='replace')) or 'nothing on stderr'})")

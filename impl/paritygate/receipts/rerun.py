@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
+from paritygate.bootstrap import watch, watched
 from paritygate.errors import Refused
 from paritygate.receipts.environment import SETTINGS
 from paritygate.receipts.files import write_atomic
@@ -77,9 +78,10 @@ def run_parity(tree: Path, device: str, claimed: ParityReceipt, environment: dic
     if seed is not None:
         command += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-seed={seed}"]
     committed = set(tree.glob(f"{project.receipts}/parity-*.json"))
-    done = subprocess.run(
-        command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    with watch() as stdin:
+        done = subprocess.run(
+            watched(*command), cwd=tree, env=environment, stdin=stdin, capture_output=True, text=True, check=False
+        )
     written = [path for path in tree.glob(f"{project.receipts}/parity-*.json") if NAME.fullmatch(path.name)]
     named = [path for path in written if path.name in done.stdout]
     if done.returncode != 0 or len(named) != 1 or named[0] in committed:
