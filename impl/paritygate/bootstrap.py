@@ -93,6 +93,7 @@ def bootstrap(script: str) -> Path:
 
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EFBIG)
+ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NAMES = (errno.ENAMETOOLONG, errno.ELOOP)
 READER_GONE = 141  # what a shell calls a process that SIGPIPE ended
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paritygate import retail
 from paritygate.agent import renderer
 from paritygate.errors import BackendError, GateStopped
 from paritygate.experiment.check import plan
@@ -300,9 +301,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("lean")
 def test_judge_and_user_are_asked_as_the_spec_says(
-    run_spec: Any, scripted: Any, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    run_spec: Any, scripted: Any, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tau_bench_dir: Path
 ) -> None:
-    """By the requests that reach the service, in the probe, whose judge never answers: every try is seen."""
+    """By the requests that reach the service, in the probe, whose judge never answers: every try is seen.
+
+    The judge reads the policy whole, though the agent has a compact prompt here.
+    """
     service = scripted(ScriptedService(Script(judge_says=lambda seed: "no")))
     made: dict[str, dict[str, Any]] = {}
     load_renderer = renderer.load
@@ -322,6 +326,9 @@ def test_judge_and_user_are_asked_as_the_spec_says(
     assert {request["temperature"] for request in judged} == {0.25}
     assert len({request["seed"] for request in judged}) == 4
     assert all("Judge it, friend." in request["text"] for request in judged)
+    policy = retail.load(tau_bench_dir).wiki
+    assert policy.startswith("# Retail agent policy\n")
+    assert all(policy in request["text"] for request in judged)
     assert made[JUDGE] == {"thinking": True, "effort": "high"}
     assert made[USER] == {"thinking": False, "effort": None}
     spoken = [request for request in asked if request["model"] == USER]

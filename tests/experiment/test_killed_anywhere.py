@@ -6,6 +6,7 @@ appended is left half on the disk.
 """
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -28,21 +29,25 @@ from tests.scripted_service import ScriptedService
 
 pytestmark = pytest.mark.usefixtures("lean")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
-CHANGES = {"os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+REMOVALS = {"os.remove", "os.rmdir"}
+CHANGES = {"os.link", "os.rename", "os.mkdir", *REMOVALS}
 
 
 class Process:
-    """The process that writes below `folder`: it dies at its write number `end`; `writes` are those that it got to."""
+    """The process that writes below `folder`: it dies at its write number `end`; `writes` are those that it got to.
+
+    full: it goes on, and the disk has no room from there on.
+    """
 
     folder: str | None = None
     end: int | None = None
-    dead = False
+    dead = full = False
     writes: list[str]
 
     @contextlib.contextmanager
-    def watched(self, folder: Path, end: int | None = None) -> Any:
-        """Inside, its writes are counted, and it dies at the given one."""
-        self.folder, self.end, self.dead, self.writes = str(folder), end, False, []
+    def watched(self, folder: Path, end: int | None = None, *, full: bool = False) -> Any:
+        """Inside, its writes are counted, and it dies at the given one, or from there on the disk is full."""
+        self.folder, self.end, self.dead, self.full, self.writes = str(folder), end, False, full, []
         try:
             yield self
         finally:
@@ -63,7 +68,9 @@ class Process:
         path = os.fspath(path) if not isinstance(path, int) else ""
         if not path.startswith(self.folder) or path.endswith("/lock"):
             return
-        if not self.dead and len(self.writes) == self.end:
+        if self.full and self.end is not None and len(self.writes) >= self.end and event not in REMOVALS:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        if not self.full and not self.dead and len(self.writes) == self.end:
             self.dead = True
             if event == "open" and path.endswith(".jsonl"):
                 folder, self.folder = self.folder, None

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,20 @@ def test_a_simulator_that_fails_once_is_asked_again_with_another_seed(
     items = read_lines(tmp_path / "run" / "items.jsonl")
     assert [item["tries"] for item in items] == [2, 1, 2, 1]
     assert all(item["composite"] is not None and item["missing"] is None for item in items)
+
+
+def test_several_rollouts_of_an_item_are_drawn_as_in_training(run_spec: Any, scripted: Any, tmp_path: Path) -> None:
+    """Each with seeds of its own, which both arms share; a single one is greedy (test_wiring)."""
+    service, spec = scripted(ScriptedService()), brief()
+    spec["eval"]["rollouts_per_task"] = 2
+    spec["protocol"]["rollout"]["temperature"] = 0.7
+    run_spec(spec, until="evaluate")
+    evaluated = [sample for sample in service.samples if "-final-" in str(sample["path"])]
+    assert {sample["temperature"] for sample in evaluated} == {0.7}
+    seeds = Counter(sample["seed"] for sample in evaluated)
+    assert set(seeds.values()) == {2}  # arms
+    [turns] = {line["turns"] for path in (tmp_path / "run" / "trajectories").glob("eval*") for line in read_lines(path)}
+    assert len(seeds) == 2 * 2 * turns
 
 
 @pytest.mark.parametrize("kind", ["sdpo_sequence", "hybrid"])

@@ -11,7 +11,13 @@ from paritygate.errors import BadInputError, GateStopped, Refused
 from paritygate.experiment.correctness.parity import is_full_run, refuse_another_service
 from paritygate.experiment.protocol import PHASES, Phase
 from paritygate.experiment.run.account.cost import prices_of
-from paritygate.experiment.run.directory import choose_directory, make_directory, refuse_another_spec, write_spec
+from paritygate.experiment.run.directory import (
+    choose_directory,
+    kept_where_there_is_no_room,
+    make_directory,
+    refuse_another_spec,
+    write_spec,
+)
 from paritygate.experiment.run.entry_points import find, require
 from paritygate.experiment.run.environment import load_source
 from paritygate.experiment.run.journal import finite, read_lines
@@ -84,7 +90,7 @@ def run_experiment(
         asyncio.run(meet_service(exp))
     make_directory(directory)
     progress = Progress(quiet=quiet or json)
-    with lock_run(directory):
+    with kept_where_there_is_no_room(), lock_run(directory):
         write_spec(exp, directory)
         return asyncio.run(_walk(exp, phases, directory, options, progress, until))
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import hashlib
+import io
 import os
 import secrets
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,8 @@ def write_atomic(path: str | Path, data: bytes, *, exclusive: bool = False) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
+        with named(path), open(temporary, "xb", buffering=0) as file:
+            write_all(file, data)
             os.fsync(file.fileno())
         if exclusive:
             os.link(temporary, path)
@@ -56,6 +57,38 @@ def write_atomic(path: str | Path, data: bytes, *, exclusive: bool = False) -> N
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Add `data` to the end of the file, on the disk when this returns; the file is as it was where that fails.
+
+    A disk that is full takes a part of a line, which the next line that has room would make one broken line of.
+    """
+    with named(path), path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            write_all(file, data)
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def write_all(file: io.FileIO, data: bytes) -> None:
+    """Write all of `data` to an unbuffered file, which may take it in parts."""
+    while data:
+        data = data[file.write(data) :]
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Generator[None]:
+    """Errors of writing, which know no file name, get that of `path`; so do those of its temporary file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def read_json(path: Path, data: bytes | None = None) -> Any:

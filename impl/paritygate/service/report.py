@@ -76,6 +76,7 @@ def write(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
+        error.filename = str(path)
         raise BadInputError(f"{path} cannot be written ({error.strerror}).") from error
 
 

@@ -1,9 +1,12 @@
 """The directory of a run: a new one, or the one of the very same spec that --resume goes on with."""
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from paritygate.bootstrap import ROOM
 from paritygate.errors import BadInputError
 from paritygate.receipts import canonical, write_atomic
 from paritygate.receipts.lock import LOCK
@@ -40,6 +43,23 @@ def make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInputError(f"--output {directory} cannot be made: {error.strerror}.") from None
+
+
+@contextmanager
+def kept_where_there_is_no_room() -> Generator[None]:
+    """BadInputError, with the first file that had no room, instead of an OSError: what was committed before is kept."""
+    try:
+        yield
+    except (OSError, BadInputError) as error:
+        first = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(first, OSError) or first.errno not in ROOM or first.filename is None:
+            raise
+        while isinstance(before := first.__context__, OSError) and before.errno in ROOM and before.filename:
+            first = before  # after it, what is written at the end of a phase had no room either
+        raise BadInputError(
+            f"{first.filename} cannot be written: {first.strerror}. The run is kept as it was before; where there is "
+            "room, --resume goes on."
+        ) from error
 
 
 def latest_run(exp: Experiment, root: Path) -> Path:

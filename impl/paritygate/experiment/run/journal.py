@@ -7,7 +7,6 @@ rebuilt from them when a run is opened, so that a kill between the two loses not
 
 import dataclasses
 import math
-import os
 import re
 import time
 from collections.abc import Generator, Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from paritygate.receipts import canonical, write_atomic
-from paritygate.receipts.files import read_json
+from paritygate.receipts.files import append_whole, read_json
 
 Record = dict[str, Any]
 
@@ -89,10 +88,7 @@ def finite(value: Any) -> Any:
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
     """One canonical JSON line at the end of `path`, on the disk when this returns."""
-    with path.open("ab") as stream:
-        stream.write(canonical(dict(record)) + b"\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    append_whole(path, canonical(dict(record)) + b"\n")
 
 
 def drop_torn_tail(path: Path) -> None:
