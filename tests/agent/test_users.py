@@ -29,6 +29,13 @@ CONFIRM = "I will cancel it. Do you confirm (yes/no)?"
         (" ###STOP###\n###STOP###", ("###STOP###", True)),
         ("**###STOP###**", ("###STOP###", True)),
         ('"###STOP###."', ("###STOP###", True)),
+        ("__###STOP###__", ("###STOP###", True)),
+        ("\u00ab\u200b###STOP###\u2026\u00bb \U0001f44d", ("###STOP###", True)),
+        ("\u0441\u043f\u0430\u0441\u0438\u0431\u043e ###STOP###", ("\u0441\u043f\u0430\u0441\u0438\u0431\u043e", True)),
+        ("\uff13 ###STOP###", ("\uff13", True)),
+        # Not the marker, whatever it looks like: the prompt asks for it exactly.
+        ("\uff03\uff03\uff03STOP\uff03\uff03\uff03", ("\uff03\uff03\uff03STOP\uff03\uff03\uff03", False)),
+        ("###stop###", ("###stop###", False)),
         # A marker in thinking is no marker, and thinking is not said.
         ("<think>I could ###STOP### here</think>Please go on.", ("Please go on.", False)),
         ("<think>###STOP###", ("", False)),

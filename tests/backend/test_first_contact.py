@@ -69,6 +69,11 @@ def test_first_contact_names_what_is_missing_within_ten_seconds(tokenizer_folder
         with pytest.raises(BackendError, match=rf"reports {USER}, the policy, as not trainable"):
             contact(service, [Need("policy", USER, trained=True)])
         assert service.requests["create_session"] == 0
+    for status, says in ((401, "refuses the API key"), (403, "refuses the API key"), (402, r"billing \(HTTP 402")):
+        # many a health route answers whoever asks
+        faults = {"status": lambda kind, n, status=status: status if kind == "capabilities" else None}
+        with serving(**faults) as service, pytest.raises(BackendError, match=says):
+            contact(service)
     silent = {"status": lambda kind, n: 404 if kind == "capabilities" else None}
     with serving(**silent) as service, pytest.raises(BackendError, match=r"does not say which models it serves.*404"):
         contact(service)

@@ -106,6 +106,26 @@ def _without_figures(receipt: dict[str, Any]) -> None:
     receipt["obligations"][0] = {k: v for k, v in receipt["obligations"][0].items() if v is not None}
 
 
+def test_a_service_that_moves_before_its_proof_is_a_deviation_and_verifies(
+    run_spec: Any, at_tiny: Any, tiny_server: Running, tmp_path: Path, lean: None
+) -> None:
+    """As behind a tunnel, which has another port each time."""
+    here, there = tiny_server.base_url, tiny_server.base_url.replace("127.0.0.1", "localhost")
+    at_tiny(here)
+    run_spec(small_at_a_service(), until="service_preflight")
+    at_tiny(there)
+    for _ in range(2):
+        run_spec(small_at_a_service(), until="service_proof", resume=True)
+    run = tmp_path / "run"
+    [moved] = [line for line in read_lines(run / "deviations.jsonl") if line["kind"] == "another_address"]
+    assert moved["what"] == f"begun with the service at {here}, the run went on at {there}"
+    [line] = check_service_proof(run, load(run / "spec.json"))
+    assert line.startswith(f"the service at {there} was proved")
+    (run / "deviations.jsonl").unlink()
+    with pytest.raises(Refused, match=f"of another service than {here}"):
+        check_service_proof(run, load(run / "spec.json"))
+
+
 def test_a_forged_service_receipt_in_a_run(
     run_spec: Any, at_tiny: Any, tiny_server: Running, tmp_path: Path, lean: None
 ) -> None:

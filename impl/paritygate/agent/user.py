@@ -39,13 +39,13 @@ def read_reply(text: str) -> tuple[str, bool]:
     """What of a simulator's text the agent gets, and whether the simulator has said its last: see `User.reply`.
 
     Thinking is removed first, so a stop marker inside it means nothing. A marker beside words is not said; quotes,
-    stars or a full stop around it are no words.
+    stars, underscores or a full stop around it are no words.
     """
     reply = visible(text)
     if STOP not in reply:
         return reply, False
     rest = reply.replace(STOP, "").strip()
-    return (rest if re.search(r"\w", rest) else STOP), True
+    return (rest if re.search(r"[^\W_]", rest) else STOP), True
 
 
 class ScriptedUser:

@@ -12,7 +12,7 @@ import httpx
 
 from paritygate.backend.connection import local_host, reach_without_proxy
 from paritygate.backend.credentials import Credential
-from paritygate.backend.guard import TRY_PAUSE, get, in_daemon_thread, probe
+from paritygate.backend.guard import TRY_PAUSE, get, in_daemon_thread, probe, refuse_account
 from paritygate.backend.tokenizers import NoTokenizer, load_tokenizer
 from paritygate.errors import BackendError
 
@@ -73,6 +73,7 @@ async def _capabilities(base_url: str, token: str, seconds: float) -> dict[str, 
             httpx.AsyncClient(timeout=seconds, headers={"X-API-Key": token}) as client,
         ):
             status, body = await get(client, base_url, "get_server_capabilities")
+        refuse_account(base_url, status, body)
         if status != 200:
             raise ValueError(f"HTTP status {status}")
         return {str(m["model_name"]): m for m in json.loads(body)["supported_models"] if m.get("model_name")}

@@ -60,10 +60,7 @@ async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float =
                 nobody = False
                 if status == 200:
                     return
-                if status in (401, 403):
-                    raise BackendError(f"The service at {base_url} refuses the API key; correct TINKER_API_KEY.")
-                if status == 402:
-                    raise billing(base_url, body.decode(errors="replace"))
+                refuse_account(base_url, status, body)
                 reason = f"HTTP status {status}"
             if attempt + 1 < tries:
                 await asyncio.sleep(TRY_PAUSE)
@@ -94,6 +91,14 @@ async def _looked_up(base_url: str) -> None:
     with suppress(OSError, ValueError):
         address = urlsplit(base_url)
         await in_daemon_thread(partial(socket.getaddrinfo, address.hostname, address.port))
+
+
+def refuse_account(base_url: str, status: int, body: bytes) -> None:
+    """BackendError where an answer refuses the key (401, 403) or the account (402): asking again does not help."""
+    if status in (401, 403):
+        raise BackendError(f"The service at {base_url} refuses the API key; correct TINKER_API_KEY.")
+    if status == 402:
+        raise billing(base_url, body.decode(errors="replace"))
 
 
 def billing(base_url: str, detail: str) -> ServiceDown:

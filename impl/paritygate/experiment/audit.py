@@ -30,8 +30,9 @@ from paritygate.experiment.audit_steps import (
 from paritygate.experiment.plan.service_obligations import JSON, RECEIPT, proof_settings, stands_on
 from paritygate.experiment.protocol import PHASES
 from paritygate.experiment.run.entry_points import GroupAdvantages, as_it_ran, folder
-from paritygate.experiment.run.journal import finite
+from paritygate.experiment.run.journal import finite, read_lines
 from paritygate.experiment.run.replay import replay
+from paritygate.experiment.run.state import DEVIATIONS, moved_to
 from paritygate.receipts import PhaseChain, canonical, read_parity_receipt
 from paritygate.receipts.environment import installed
 from paritygate.receipts.signature import run_signer
@@ -122,7 +123,8 @@ def check_service_proof(run_dir: Path, exp: Experiment) -> list[str]:
         hold(digests == [receipt["sha256"]], "is not the service proof that receipt.json names")
     endpoint = chain.record("service_preflight")["facts"]["endpoint"]
     local = receipt["endpoint"].startswith("http://127.0.0.1:")
-    there = receipt["endpoint"] == endpoint or (endpoint == "embedded" and local)
+    moved = moved_to(endpoint, receipt["endpoint"]) in read_lines(run_dir / DEVIATIONS)
+    there = receipt["endpoint"] == endpoint or (local if endpoint == "embedded" else moved)
     hold(there, f"is of another service than {endpoint}")
     hold(receipt["model"] == exp.base_model, f"is of another model than {exp.base_model}")
     hold(receipt["settings"] == proof_settings(exp), "is of another rank, other betas or other material than the run's")

@@ -105,13 +105,15 @@ def _overview(exp: Experiment, device: str) -> tuple[str, ...]:
     user = protocol.user.model if protocol.user.kind == "model" else "scripted"
     judge = protocol.judge.model if protocol.judge.kind == "model" else "rule-based"
     arms = ", ".join(f"{arm.name} ({arm.loss or arm.kind})" for arm in exp.arms)
+    several = exp.eval.rollouts_per_task
+    drawn = "greedy" if several == 1 else f"{several} rollouts of each at temperature {protocol.rollout.temperature:g}"
     return (
         f"spec: {exp.path}",
         f"policy: {exp.base_model}, LoRA rank {exp.lora_rank}, Adam lr {exp.optimizer.lr:g}",
         f"user: {user}; judge: {judge}",
         f"arms: {arms}; decided: {exp.comparison.treatment} against {exp.comparison.baseline}",
         f"{exp.steps} steps an arm x {protocol.rollout.tasks_per_step} tasks x {protocol.rollout.rollouts_per_task} "
-        f"rollouts; evaluation: {exp.eval.n_examples} {protocol.evaluation.split} tasks, greedy",
+        f"rollouts; evaluation: {exp.eval.n_examples} {protocol.evaluation.split} tasks, {drawn}",
         f"service: {_service(exp)}",
         f"budget: {exp.budget.gpu_hours:g} GPU hours, {exp.budget.max_wall_minutes:g} minutes",
     )

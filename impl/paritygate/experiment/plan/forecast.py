@@ -91,7 +91,7 @@ def asked(exp: Experiment) -> tuple[Asked, ...]:
             rows.append(Asked(f"{arm.name}: teacher scorings", exp.base_model, steps * exp.batch_size))
         rows.append(Asked(f"{arm.name}: forward_backward and optim_step", exp.base_model, steps))
         held_out = exp.eval.n_examples * exp.eval.rollouts_per_task
-        rows.append(Asked(f"{arm.name}: greedy evaluation episodes", exp.base_model, held_out))
+        rows.append(Asked(f"{arm.name}: evaluation episodes", exp.base_model, held_out))
     rest = total - by_phase["train"] - by_phase["evaluate"]
     rows.append(Asked("episodes of probe, pilots and fallbacks", exp.base_model, rest, at_most=True))
     rows.append(Asked("agent turns", exp.base_model, total * rollout.max_turns, at_most=True))

@@ -102,6 +102,9 @@ class State:
         self.account.gpus = 0 if service.embedded else 1
         where = "the embedded server" if service.embedded else "the service"
         self.progress.line(f"      using {where} at {service.endpoint}")
+        began = self.facts("service_preflight").get("endpoint")
+        if began is not None and not service.embedded and service.endpoint != began:
+            self.deviation(**moved_to(began, service.endpoint))
         await self.delete_superfluous()  # what a process saved, or no longer needed, when it was killed
 
     async def end_phase(self) -> None:
@@ -236,6 +239,15 @@ class State:
         """The served model of the user simulator or judge; None where none is served."""
         part = self.exp.protocol.user if kind == "user" else self.exp.protocol.judge
         return part.model if part.kind == "model" else None
+
+
+def moved_to(began: str, here: str) -> Record:
+    """The deviation of a run that goes on at another address: a service may have moved, or its tunnel."""
+    return {
+        "phase": "run",
+        "kind": "another_address",
+        "what": f"begun with the service at {began}, the run went on at {here}",
+    }
 
 
 def require_model(backend: "Backend", name: str, role: str) -> None:

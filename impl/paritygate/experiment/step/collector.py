@@ -157,9 +157,10 @@ class Collector:
         )
 
     async def evaluation_episode(self, sampler: Sampler, task_index: int, rollout: int, attempt: int) -> Rollout:
-        """One greedy episode on a held-out task, judged; another attempt has other seeds for user and judge.
+        """One episode on a held-out task, judged; another attempt has other seeds for user and judge.
 
-        The context that the service reports bounds it, not what training may cost (`max_seq_len`).
+        Greedy where a task has one, else at the temperature of training. The context that the service reports bounds
+        it, not what training may cost (`max_seq_len`).
         """
         split = self.exp.protocol.evaluation.split
         seed = derive(self.exp.arms[0].seed, "evaluate", task_index, rollout, attempt)
