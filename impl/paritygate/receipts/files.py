@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import io
 import os
 import secrets
 from collections.abc import Generator
@@ -42,8 +41,9 @@ def write_atomic(path: str | Path, data: bytes, *, exclusive: bool = False) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with named(path), open(temporary, "xb", buffering=0) as file:
-            write_all(file, data)
+        with named(path), open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
             os.fsync(file.fileno())
         if exclusive:
             os.link(temporary, path)
@@ -67,18 +67,13 @@ def append_whole(path: Path, data: bytes) -> None:
     with named(path), path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
-            write_all(file, data)
+            while data:  # it may be taken in parts
+                data = data[file.write(data) :]
             os.fsync(file.fileno())
         except OSError:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
-
-
-def write_all(file: io.FileIO, data: bytes) -> None:
-    """Write all of `data` to an unbuffered file, which may take it in parts."""
-    while data:
-        data = data[file.write(data) :]
 
 
 @contextlib.contextmanager
