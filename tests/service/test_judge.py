@@ -2,7 +2,7 @@
 
 import pytest
 
-from paritygate.service.outcome import Measured, judge
+from paritygate.service.outcome import Measured, judge, worst
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,13 @@ from paritygate.service.outcome import Measured, judge
 )
 def test_judge(figure: float, contrast: float | None, noise: float, outcome: str) -> None:
     assert judge(Measured(figure, "", contrast, noise), 0.005).outcome == outcome
+
+
+def test_of_several_that_have_to_hold_one_that_departs_decides_then_one_that_cannot_be_told() -> None:
+    holds, blind, departs = Measured(0.004, "", 0.5), Measured(0.0, "", 0.0), Measured(0.006, "", 0.5)
+    assert worst((holds, blind)) is blind
+    assert worst((blind, departs, holds)) is departs
+    assert worst((Measured(0.001, "", 0.5), holds)) is holds
 
 
 def test_a_service_without_room_refuses_and_one_that_fails_is_broken() -> None:

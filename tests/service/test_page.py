@@ -144,6 +144,23 @@ def mean_over_datums(adapter: Adapter, data: list[Datum]) -> list[Datum]:
     return [Datum(d.tokens, each) for d, each in zip(data, inputs, strict=True)]
 
 
+def test_where_weights_have_no_size_nothing_is_said_of_a_datum_twice(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both divided: a datum's weights by their sum, the call by its number; once, twice and doubled are one step."""
+
+    def divided(adapter: Adapter, data: list[Datum]) -> list[Datum]:
+        weights = [d.inputs.of("weights") for d in data]
+        inputs = [
+            LossInputs(d.inputs.target_tokens, {"weights": w / max(float(w.sum()), 1e-9)})
+            for d, w in zip(data, weights, strict=True)
+        ]
+        return mean_over_datums(adapter, [Datum(d.tokens, each) for d, each in zip(data, inputs, strict=True)])
+
+    passes_with(monkeypatch, divided)
+    judged = judge(CHECKS["sums/duplicate"](lab), 0.005)
+    assert judged.outcome == "undecided"
+    assert "on each datum twice" in judged.because
+
+
 @pytest.mark.parametrize(
     ("edit", "cause", "contrast", "consequence"),
     [

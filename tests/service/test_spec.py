@@ -11,6 +11,7 @@ import pytest
 from paritygate.errors import BadInputError
 from paritygate.service.checks import CHECKS
 from paritygate.service.obligations import default_path, load
+from paritygate.service.outcome import STEP
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,11 +23,20 @@ def test_the_file_keeps_its_schema_and_has_the_checks_that_exist() -> None:
     assert {entry["tolerance"] for entry in value["obligations"].values()} <= set(value["tolerances"])
 
 
+def test_the_tolerance_of_steps_is_the_one_that_checks_go_by() -> None:
+    assert {entry.bound for entry in load().entries if entry.tolerance == "step"} == {STEP}
+
+
 def test_obligations_come_after_what_they_stand_on() -> None:
     seen: set[str] = set()
     for entry in load().entries:
         assert set(entry.needs) <= seen, entry.name
         seen.add(entry.name)
+
+
+def test_what_a_need_stands_on_is_a_need_the_first_cause_before_others() -> None:
+    needs = {entry.name: entry.needs for entry in load().entries}
+    assert needs["sums/losses"] == ("gradient/cross_entropy", "sums/split", "gradient/importance_sampling")
 
 
 def test_only_takes_groups_and_names_and_what_they_stand_on() -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,10 @@ from paritygate.spec.strict import parse_json, read_plain
 
 @dataclass(frozen=True)
 class Obligation:
-    """A claim, the bound that its figure is held to, what its contrast arm is, what it stands on, and its price."""
+    """A claim, the bound that its figure is held to, what its contrast arm is, what it stands on, and its price.
+
+    needs: in the order of the file, those of what it stands on among them.
+    """
 
     name: str
     claim: str
@@ -52,8 +55,7 @@ class Obligations:
                     f"--only {one!r} is no group or obligation; the groups are {', '.join(_ordered(self))}."
                 )
         wanted = {e.name for e in self.entries if e.name in chosen or e.group in chosen}
-        for entry in reversed(self.entries):  # what an obligation stands on is checked before it
-            wanted |= {*entry.needs} if entry.name in wanted else set()
+        wanted |= {need for entry in self.entries if entry.name in wanted for need in entry.needs}
         return Obligations(tuple(e for e in self.entries if e.name in wanted), self.sha256, tuple(chosen))
 
 
@@ -87,7 +89,17 @@ def load(path: Path | None = None) -> Obligations:
         for need in entry.needs:
             if need not in names:
                 raise BadInputError(f"{path}: {entry.name} stands on {need!r}, which is no obligation there.")
-    return Obligations(tuple(entries), hashlib.sha256(data).hexdigest())
+    return Obligations(tuple(_with_needs_of_needs(entries)), hashlib.sha256(data).hexdigest())
+
+
+def _with_needs_of_needs(entries: Sequence[Obligation]) -> list[Obligation]:
+    """What is judged by another that cannot be told, since a third departs, stands on that third one."""
+    places = {entry.name: place for place, entry in enumerate(entries)}
+    whole: dict[str, tuple[str, ...]] = {}
+    for entry in entries:
+        needs = {*entry.needs, *(further for need in entry.needs for further in whole.get(need, ()))}
+        whole[entry.name] = tuple(sorted(needs, key=places.__getitem__))
+    return [replace(entry, needs=whole[entry.name]) for entry in entries]
 
 
 def _entry(path: Path, name: str, entry: Any, tolerances: Mapping[str, Any]) -> Obligation:

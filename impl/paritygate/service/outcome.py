@@ -1,10 +1,12 @@
 """What a check measures, and the outcome that follows: holds, departs, undecided or refused."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Outcome = Literal["holds", "departs", "undecided", "refused"]
 OUTCOMES: tuple[Outcome, ...] = ("holds", "departs", "undecided", "refused")
+STEP = 0.005  # the tolerance of two steps that are equal by right, of the class `step` in spec/service.json
 CONTRAST = 4.0  # a contrast arm must differ by at least this many bounds, else the check sees too little to decide
 
 
@@ -57,3 +59,12 @@ def judge(measured: Measured, tolerance: float) -> Judged:
     if measured.noise > tolerance and measured.figure <= 3 * bound:
         return Judged("undecided", bound, f"{measured.because}; the service's noise allows {bound:.3g}")
     return Judged("departs", bound, measured.because)
+
+
+def worst(each: Sequence[Measured], tolerance: float = STEP) -> Measured:
+    """The one that decides where all have to hold: one that departs, else one that cannot be told, else the farthest.
+
+    Where nothing tells a right from a wrong one in one of them, that another holds says nothing of it.
+    """
+    order = ("departs", "undecided", "holds")
+    return min(each, key=lambda m: (order.index(judge(m, tolerance).outcome), -m.figure / max(m.noise, tolerance)))

@@ -9,7 +9,7 @@ from paritygate.service.checks.gradient import EPS_LIMIT
 from paritygate.service.checks.optimiser import fall, memoryless, several_gradients
 from paritygate.service.connection import Refusal
 from paritygate.service.lab import TARGET, Lab
-from paritygate.service.outcome import Measured, Undecided
+from paritygate.service.outcome import Measured, Undecided, worst
 
 Array = NDArray[np.float64]
 USED_UP = (1.0, 0.0)  # the second has no gradient: nothing is said about the step of another gradient
@@ -33,7 +33,7 @@ def eps(lab: Lab) -> Measured:
     each = [_added(lab, BETAS, large, 1 / np.sqrt(1 - BETAS[1] ** 2), "before the correction")]
     with contextlib.suppress(Refusal):  # a bound on eps, the learning rate or beta2
         each.append(_added(lab, (BETAS[0], (SDK_EPS / lab.adam["eps"]) ** 2), SDK_EPS, 10.0, "ten times as large"))
-    return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
+    return worst(each)
 
 
 def _added(lab: Lab, betas: tuple[float, float], size: float, factor: float, wrongly: str) -> Measured:

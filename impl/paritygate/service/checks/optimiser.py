@@ -10,7 +10,7 @@ from paritygate.service.checks.gradient import EPS_LIMIT, homogeneity
 from paritygate.service.client import Datum, Session, Trainer
 from paritygate.service.connection import Broken, Refusal
 from paritygate.service.lab import Lab, Moved, apart, scale_of
-from paritygate.service.outcome import CONTRAST, Measured, Undecided
+from paritygate.service.outcome import CONTRAST, Measured, Undecided, worst
 
 BETAS = (0.5, 0.9)
 SDK_BETAS = (0.9, 0.95)
@@ -77,7 +77,7 @@ def both_betas(lab: Lab) -> Measured:
         with contextlib.suppress(Refusal):  # a bound on weight_decay
             each.append(_own_parameters(lab))
     telling = [m for m in each if m.contrast is not None and m.contrast >= CONTRAST * max(m.noise, 0.005)]
-    return max(telling or each[:1], key=lambda measured: measured.figure / max(measured.noise, 0.005))
+    return worst(telling or each[:1])
 
 
 def _own_parameters(lab: Lab) -> Measured:
@@ -141,7 +141,7 @@ def decay(lab: Lab) -> Measured:
     each = [Measured(gap, because, 1.0, lab.step_noise(base))]
     with contextlib.suppress(Refusal):  # a bound on weight_decay
         each.append(_decay_before_the_step(lab))
-    return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
+    return worst(each)
 
 
 def _decay_before_the_step(lab: Lab) -> Measured:

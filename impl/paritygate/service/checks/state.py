@@ -8,7 +8,7 @@ import numpy as np
 from paritygate.service.client import Array, Datum, Session, Trainer
 from paritygate.service.connection import Refusal
 from paritygate.service.lab import Lab, Moved
-from paritygate.service.outcome import Measured, Undecided
+from paritygate.service.outcome import Measured, Undecided, worst
 
 MEMORY = {"beta1": 0.9, "beta2": 0.95}
 MULTIPLE = 2**16 * 5**4 * 21  # of most numbers that a seed may be taken modulo of, and below 2^31
@@ -56,7 +56,7 @@ def optimizer_restored(lab: Lab) -> Measured:
             lab.held_to(one, want, cold, f"after {which} restore {what}", "the uninterrupted run's", contrast)
             for one, which in zip(got, ("a", "a second"), strict=True)
         ]
-    return max(each, key=lambda measured: measured.figure)
+    return worst(each)
 
 
 def weights_only_is_cold(lab: Lab) -> Measured:
@@ -95,7 +95,7 @@ def load_state(lab: Lab) -> Measured:
             )
             for i in (0, 1)
         ]
-    return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
+    return worst(each)
 
 
 def saved_exactly(lab: Lab) -> Measured:
@@ -173,7 +173,7 @@ def names_apart(lab: Lab) -> Measured:
             again = lab.change(session.restore(trainer.save(name)))
             what = "the second state, saved under the first one's name and restored,"
             each.append(lab.held_to(again, second, first, what, "what was saved", names[0]))
-    return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
+    return worst(each)
 
 
 def _flagged(lab: Lab, session: Session, seed: int | None = 13, **flags: bool) -> Trainer:
@@ -219,7 +219,7 @@ def flags_restored(lab: Lab) -> Measured:
             want, got = _next_step(lab, trainer, beta1=0.0, beta2=0.0), _next_step(lab, back, beta1=0.0, beta2=0.0)
             what = f"with {flag}=False the step after a restore"
             each.append(lab.held_to(got, want, whole, what, "that without one", "that with all flags on"))
-    return max(each, key=lambda measured: measured.figure / max(measured.noise, 0.005))
+    return worst(each)
 
 
 def rank(lab: Lab) -> Measured:
