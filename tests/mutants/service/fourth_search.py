@@ -25,7 +25,7 @@ MUTANTS = (
     Mutant(
         "loss-of-the-last-microbatch",
         "the reported loss is that of a request's last piece",
-        "sums/many",
+        "value/cross_entropy",
         TRAINING,
         "            packing.add(datum)\n        self._piece",
         "            packing.add(datum)\n        self.outcome.loss = 0.0\n        self._piece",
