@@ -63,9 +63,9 @@ VALUE = (
         "LoRA dropout of 0.05 in forward_backward (row 79)",
         "value/forward_is_forward_backward",
         "server/model/lora.py",
-        "        return linear(linear(rows, a), self.b[name])",
+        "        delta = linear(linear(rows, a), self.b[name])",
         "        rows = nn.functional.dropout(rows, 0.05, torch.is_grad_enabled())\n"
-        "        return linear(linear(rows, a), self.b[name])",
+        "        delta = linear(linear(rows, a), self.b[name])",
     ),
     Mutant(
         "weights-in-eight-bits",
