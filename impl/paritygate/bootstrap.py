@@ -197,13 +197,13 @@ def watched(*argv: str, session: bool = False) -> list[str]:
 @contextlib.contextmanager
 def watch() -> Generator[int]:
     """A pipe to start a `watched` process with; at the end of the context that, or what it left, is let be."""
-    read, write = os.pipe()
+    stdin, held = os.pipe()
     try:
-        yield read
+        yield stdin
     finally:
-        os.write(write, b"\n")
-        os.close(write)
-        os.close(read)
+        os.write(held, b"\n")
+        os.close(held)
+        os.close(stdin)
 
 
 _START = """
