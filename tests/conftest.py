@@ -1,6 +1,7 @@
 """What every session here starts from: no steering from outside, and the harness as [tool.paritygate] configures it."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ ELSEWHERE = ("GIT_", "TINKER_", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 for elsewhere in [name for name in os.environ if name.startswith(ELSEWHERE)]:
     del os.environ[elsewhere]
 os.environ["TINKER_TELEMETRY"] = "0"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a script: processes here would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 PREFIX, sys.pycache_prefix = sys.pycache_prefix, os.devnull  # no cached bytecode of what is imported next can exist
 sys.modules.pop("paritygate_pytest", None)  # an installed one may have found this session: this checkout's is judged
 import paritygate_pytest  # noqa: E402
