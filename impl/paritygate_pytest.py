@@ -44,13 +44,13 @@ def _start(config: pytest.Config, pluginmanager: pytest.PytestPluginManager) -> 
             raise pytest.UsageError(str(refusal)) from refusal
         folders = [project.root / name for name in project.folders]
         bootstrap.read_sources_only(*folders, *project.homes.values(), Path(bootstrap.__file__).parent)
-        try:
-            from paritygate.harness import plugin
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] == "paritygate":
-                raise
-            raise pytest.UsageError(f"{error.name} is not installed: pip install 'paritygate[harness]'") from error
     finally:
         sys.pycache_prefix = prefix
+    try:
+        from paritygate.harness import plugin
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "paritygate":
+            raise
+        raise pytest.UsageError(f"{error.name} is not installed: pip install 'paritygate[harness]'") from error
     plugin.read_no_cached_tests(folders)
     pluginmanager.register(plugin, "paritygate-harness")

@@ -24,6 +24,9 @@ LOADED: dict[str, str] = {}
 LIBRARIES: dict[str, str] = {}
 """The C++ sources of a native library -> sha256 of its bytes, for every library that was opened since `bootstrap`."""
 
+BUILT: dict[str, str] = {}
+"""The same of the process that started this one, not to be built again; {"*": "*"} where that vouches for nothing."""
+
 PROVEN: dict[str, str] = {}
 """Absolute path -> sha256 of every source file that a parity receipt was shown for; empty before there is a receipt."""
 
@@ -174,13 +177,14 @@ def alone() -> tuple[list[str], dict[str, str]]:
 def command(module: str) -> tuple[list[str], dict[str, str], str]:
     """How to start `module` of ours in a process that reads sources only: argv, environment, a line for its stdin.
 
-    Where PROVEN is known, that process refuses (exit 3) every source of ours that differs from it, and starts `alone`:
+    A native library that this process has opened is not built again: that process takes it from the user's cache by its
+    digest. Where PROVEN is known, it refuses (exit 3) every source of ours that differs from it, and starts `alone`:
     what only it imports comes from where the guard looked for what this process imports. The code that checks the first
     three files comes with the command, from this process, whose own sources have been checked.
     """
     python, environment = alone() if PROVEN else ([sys.executable, "-P"], dict(os.environ))
     program = f"{_START}start({_IMPL!r}, {module!r}, {NOT_PROVEN!r})"
-    return [*python, "-c", program], environment, json.dumps(PROVEN) + "\n"
+    return [*python, "-c", program], environment, json.dumps([PROVEN, LIBRARIES if LOADED else {"*": "*"}]) + "\n"
 
 
 def watched(*argv: str, session: bool = False) -> list[str]:
@@ -210,7 +214,7 @@ _START = """
 import hashlib, importlib.util, json, os, sys
 
 def start(impl, module, not_proven):
-    proven, sources = json.loads(sys.stdin.readline()), {}
+    (proven, built), sources = json.loads(sys.stdin.readline()), {}
     for name in ("paritygate", "paritygate.errors", "paritygate.bootstrap"):
         package = None if "." in name else [os.path.join(impl, "paritygate")]
         path = os.path.join(impl, "paritygate", f"{name.partition('.')[2] or '__init__'}.py")
@@ -222,16 +226,17 @@ def start(impl, module, not_proven):
         spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=package)
         loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
         exec(compile(source, path, "exec", dont_inherit=True), loaded.__dict__)
-    sys.modules["paritygate.bootstrap"].run_module(module, proven, sources)
+    sys.modules["paritygate.bootstrap"].run_module(module, proven, built, sources)
 
 """
 
 
-def run_module(module: str, proven: Mapping[str, str], sources: Mapping[str, bytes]) -> None:
+def run_module(module: str, proven: Mapping[str, str], built: Mapping[str, str], sources: Mapping[str, bytes]) -> None:
     """What `python -m MODULE` does, from sources only; `sources` (path -> bytes) are those loaded before this call."""
     import runpy
 
     PROVEN.update(proven)
+    BUILT.update(built)
     for path, source in sources.items():
         record(path, source)
     read_sources_only(Path(_IMPL))

@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import json
 import os
 import platform
 import re
@@ -85,18 +86,38 @@ def test_every_float16_and_bfloat16_comes_and_goes_exactly(narrow: tuple[str, ct
 
 @needs_compiler
 def test_a_guarded_session_compiles_what_it_has_digested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where our modules are read from source alone, so are the kernels: no cache is read, and the digests are told."""
+    """Where our modules are read from source alone, so are the kernels: no cache is read, and the digests are told.
+
+    A process that it starts takes the bytes that it has built, and no others: not what lies beside them in the cache.
+    """
     given: list[dict[str, bytes]] = []
     monkeypatch.setenv("PARITYGATE_CACHE", str(tmp_path))
     monkeypatch.setattr(bootstrap, "LOADED", {"something": "read"})
     monkeypatch.setattr(bootstrap, "LIBRARIES", {})  # this session's would tell of "made"
     monkeypatch.setattr(libraries, "build", lambda _, source_files: given.append(source_files) or b"made")
     monkeypatch.setattr(libraries, "open_library", lambda made: made)
-    assert cpp.library.__wrapped__() == b"made"
-    assert given == [sources()]
+    for _ in range(2):
+        assert cpp.library.__wrapped__() == b"made"
+    assert given == [sources()] * 2
     for path in cpp.SOURCES:
         assert bootstrap.LOADED[os.path.realpath(path)] == hashlib.sha256(given[0][path.name]).hexdigest()
-    assert list(tmp_path.iterdir()) == []
+    ((units, digest),) = bootstrap.LIBRARIES.items()
+    assert json.loads(bootstrap.command("a.module")[2])[1] == {units: digest}
+    (file,) = (tmp_path / "kernels").iterdir()
+    another = file.with_name(file.name.replace(digest, hashlib.sha256(b"another").hexdigest()))
+    for built, taken, builds in (({units: digest}, b"made", 2), ({}, b"made", 3), ({"*": "*"}, b"another", 3)):
+        another.write_bytes(b"another")
+        file.unlink() if not built or "*" in built else None
+        monkeypatch.setattr(bootstrap, "BUILT", built)
+        assert (cpp.library.__wrapped__(), len(given)) == (taken, builds)
+    file.write_bytes(b"tampered")
+    monkeypatch.setattr(bootstrap, "BUILT", {units: digest})
+    assert (cpp.library.__wrapped__(), len(given)) == (b"made", 4)
+
+
+def test_a_process_that_vouches_for_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "LOADED", {})
+    assert json.loads(bootstrap.command("a.module")[2])[1] == {"*": "*"}
 
 
 def test_this_very_session_is_guarded() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import threading
 from collections.abc import Callable
@@ -16,8 +17,14 @@ BUILDS: list[threading.Thread] = []
 
 
 def needs_kernels(item: pytest.Item) -> bool:
-    """Whether a test may ask for a compiled library."""
-    return not {"sdpo", "spod"}.isdisjoint(name.partition("/")[0] for name in obligations_of(item))
+    """Whether a test may ask for a compiled library; what holds the reference to 60 digits asks for none."""
+    names = {name.partition("/")[0] for name in obligations_of(item)}
+    return "losses" in item.fixturenames and not names.isdisjoint({"sdpo", "spod"})
+
+
+def needs_server(item: pytest.Item) -> bool:
+    """Whether a test asks for the embedded server's network."""
+    return any(name.endswith("/service_gradient") for name in obligations_of(item))
 
 
 def is_of_a_run(item: pytest.Item) -> bool:
@@ -52,6 +59,11 @@ def start_builds() -> None:
         build_behind(build)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs no compiled library goes first: it runs beside the compilers."""
+    items.sort(key=needs_kernels)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the builds where they are needed; keep the garbage collector from what is imported."""
     ours = not session.config.getoption("--implementation") and not session.config.getoption("collectonly")
@@ -65,6 +77,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Wait for the libraries: asked for again meanwhile, they would be built twice."""
     if needs_kernels(item):
+        if any(build.is_alive() for build in BUILDS) and any(needs_server(other) for other in item.session.items):
+            importlib.import_module("transformers.modeling_utils")  # two to four seconds that pass here in any case
         for build in BUILDS:
             build.join()
 

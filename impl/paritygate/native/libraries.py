@@ -27,9 +27,10 @@ class Unavailable(Exception):  # noqa: N818 - what a caller catches to take the 
 def load(*sources: Path) -> ctypes.CDLL:
     """The library that the `*.cpp` among `sources` make; raises Unavailable, at every call, where there is no compiler.
 
-    In a session whose Python modules are read from their sources alone (`bootstrap`), the sources are compiled afresh
-    and their digests recorded with those of the modules. Anywhere else a library built before from the same sources,
-    flags and compiler is taken from the user's cache, if its bytes still have the digest in its name.
+    A library built before from the same sources, flags and compiler is taken from the user's cache, if its bytes still
+    have the digest in its name. In a session whose Python modules are read from their sources alone (`bootstrap`) the
+    sources' digests are recorded with those of the modules, and they are compiled afresh, unless the process that
+    started this one has built them, when only those very bytes are taken, or vouches for nothing.
     """
     kernels_off()
     texts = {path.name: path.read_bytes() for path in sources}
@@ -39,7 +40,8 @@ def load(*sources: Path) -> ctypes.CDLL:
         if bootstrap.LOADED:
             for path in sources:
                 bootstrap.record(path, texts[path.name])
-        data = build(command, texts) if bootstrap.LOADED else cached(command, texts)
+        built = bootstrap.BUILT if bootstrap.LOADED else {"*": "*"}
+        data = cached(command, texts, built.get(units, built.get("*", "")))
         library = open_library(data)
     except Unavailable as reason:
         announce(f"{reason}; torch computes what {units} would, more slowly (PARITYGATE_KERNELS=off says so quietly)")
@@ -114,12 +116,15 @@ def build(command: tuple[str, ...], sources: dict[str, bytes]) -> bytes:
         return made.read_bytes()
 
 
-def cached(command: tuple[str, ...], sources: dict[str, bytes]) -> bytes:
-    """`build`, kept in `$PARITYGATE_CACHE/kernels` under the digest of all that decides its bytes, and its own."""
+def cached(command: tuple[str, ...], sources: dict[str, bytes], digest: str = "*") -> bytes:
+    """`build`, kept in `$PARITYGATE_CACHE/kernels` under the digest of all that decides its bytes, and its own.
+
+    Only bytes of that `digest` are taken from there: "*" for any that have the one in their name, "" for none.
+    """
     decides = (command, FLAGS, predefined_macros(command), sorted(sources.items()))
     key = hashlib.sha256(repr(decides).encode()).hexdigest()[:32]
     home = Path(os.environ.get("PARITYGATE_CACHE") or Path.home() / ".cache" / "paritygate") / "kernels"
-    for path in home.glob(f"{key}-*.so"):
+    for path in home.glob(f"{key}-{digest}.so"):
         data = path.read_bytes()
         if path.stem == f"{key}-{sha256(data)}" and path.stat().st_uid == os.getuid():
             return data

@@ -1,5 +1,6 @@
 """Where the modules of this process come from: nothing takes the place of what this Python has by itself."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -63,11 +64,17 @@ def refuse_shadowed(root: Path, homes: Mapping[str, Path] | None = None) -> None
 
 def installed_here(places: Iterable[str]) -> bool:
     """Whether all these places are this interpreter's own folders: no other process has to be asked about them."""
-    folders = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders = interpreter_folders()
     return all(
-        place in ("built-in", "frozen") or any(Path(os.path.realpath(place)).is_relative_to(one) for one in folders)
-        for place in places
+        place in ("built-in", "frozen") or (os.path.realpath(place) + os.sep).startswith(folders) for place in places
     )
+
+
+@functools.cache
+def interpreter_folders() -> tuple[str, ...]:
+    """The folders of this interpreter's library and of what is installed for it: links resolved, a separator last."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in names})
 
 
 def places(module: ModuleType) -> list[str]:
