@@ -28,7 +28,7 @@ export PARITYGATE_TAU_BENCH := $(abspath data/tau_bench_retail)
 endif
 endif
 
-.PHONY: help run test test-runs test-servers test-guard test-losses test-clients test-rest soak parity data env mutants cookbook trainers bench service-skyrl service-hatchery sdk-matrix
+.PHONY: help run test soak parity data env mutants cookbook trainers bench service-skyrl service-hatchery sdk-matrix
 
 help:
 	@echo 'make run     set up, prove parity, run the local experiment ($(SPEC))'
@@ -60,35 +60,41 @@ run: $(INSTALLED)
 	@$(PY) impl/verify.py --parity --spec $(SPEC) || { echo 'Proving parity now, about a minute.'; $(PARITY); }
 	$(PY) impl/run.py --spec $(SPEC)
 
-# Six parts, the longest first, four side by side: much of a part is waiting, so that two cores are busy to the end.
-RUNS := tests/experiment
+# Seven parts, the longest first, five side by side: much of a part is waiting, so that two cores are busy to the end.
+RESUMED := $(foreach name,faults foreign guarded_resume killed_anywhere left_as_found resume,tests/experiment/test_$(name).py)
 CLIENTS := tests/agent tests/backend
 SERVERS := tests/server tests/service
 LOSSES := tests/golden tests/kernels tests/meta tests/mutants tests/properties tests/statistics
+APART := $(RESUMED) $(CLIENTS) $(SERVERS) $(LOSSES) tests/experiment tests/guard tests/parity
+PARTS := test-losses test-resumed test-guard test-runs test-servers test-clients test-rest
 
+.PHONY: $(PARTS)
 test: $(INSTALLED)
-	@$(MAKE) --no-print-directory --keep-going -j4 test-runs test-servers test-guard test-losses test-clients test-rest
+	@$(MAKE) --no-print-directory --keep-going -j5 $(PARTS)
 
-test-runs test-servers test-guard test-losses test-clients test-rest: $(INSTALLED)
-
-test-runs:
-	$(PY) -m pytest $(RUNS) -q --durations=15
-
-test-clients:
-	$(PY) -m pytest $(CLIENTS) -q --durations=15
-
-test-servers:
-	$(PY) -m pytest $(SERVERS) -q --durations=15
+$(PARTS): $(INSTALLED)
 
 test-losses:
 	$(PARITY)
 	$(PY) -m pytest $(LOSSES) -q --durations=15
 
+test-resumed:
+	$(PY) -m pytest $(RESUMED) -q --durations=15
+
 test-guard:
 	$(PY) -m pytest tests/guard -q --durations=15
 
+test-runs:
+	$(PY) -m pytest tests/experiment -q $(patsubst %,--ignore %,$(RESUMED)) --durations=15
+
+test-servers:
+	$(PY) -m pytest $(SERVERS) -q --durations=15
+
+test-clients:
+	$(PY) -m pytest $(CLIENTS) -q --durations=15
+
 test-rest:
-	$(PY) -m pytest tests -q $(patsubst %,--ignore %,$(RUNS) $(CLIENTS) $(SERVERS) $(LOSSES) tests/guard tests/parity) --durations=15
+	$(PY) -m pytest tests -q $(patsubst %,--ignore %,$(APART)) --durations=15
 
 soak: $(INSTALLED)
 	PARITYGATE_SOAK=1 $(MAKE) --no-print-directory test mutants

@@ -48,7 +48,8 @@ def build_behind(build: Callable[[], object]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the builds that a whole session needs while its tests are still collected."""
+    """Start the builds that a whole session needs while its tests are collected; collect no garbage of imports."""
+    gc.disable()
     if not (config.getoption("--implementation") or config.getoption("--losses") or config.getoption("collectonly")):
         start_builds()
 
@@ -71,6 +72,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         start_builds()
     gc.freeze()
     gc.set_threshold(500_000, 20, 20)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

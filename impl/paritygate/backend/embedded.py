@@ -145,10 +145,14 @@ def main() -> None:
 
     threading.Thread(target=follow, daemon=True).start()
     sys.argv[0] = "paritygate.server"
+    code: object = 0
     try:
         runpy.run_module("paritygate.server", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code
     finally:
         print(json.dumps({"loaded": LOADED, "libraries": LIBRARIES}), flush=True)
+    os._exit(code if isinstance(code, int) else int(code is not None))  # torch's modules take a second to take apart
 
 
 if __name__ == "__main__":

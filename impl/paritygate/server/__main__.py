@@ -1,6 +1,7 @@
 """`python -m paritygate.server`: serve one model until interrupted."""
 
 import argparse
+import gc
 import json
 import signal
 import sys
@@ -48,6 +49,7 @@ def serve(args: argparse.Namespace) -> int:
 
     for number in signals:
         signal.signal(number, leave)  # building or loading a model can take a minute
+    gc.disable()  # a fifth of the time that importing torch and transformers takes
     running = start(
         args.model,
         port=args.port,
@@ -57,6 +59,8 @@ def serve(args: argparse.Namespace) -> int:
         share_cores=args.share_cores,
         dtype=args.dtype,
     )
+    gc.freeze()
+    gc.enable()
     for number in signals:
         signal.signal(number, lambda *_: stopped.set())
     ready = {
