@@ -74,9 +74,9 @@ def test_what_a_step_does_is_said(
 ) -> None:
     steps_with(monkeypatch, edit)
     measured = CHECKS[f"optimiser/{name}"](lab)
-    said = re.search(sentence, measured.because)
-    assert said, measured.because
-    assert [float(number) for number in said.groups()] == pytest.approx(numbers, abs=0.01)
+    sentence_match = re.search(sentence, measured.because)
+    assert sentence_match, measured.because
+    assert [float(number) for number in sentence_match.groups()] == pytest.approx(numbers, abs=0.01)
     assert judge(measured, 0.005).outcome == "departs"
 
 
@@ -90,13 +90,13 @@ def test_what_a_hidden_clip_leaves_of_a_gradient_is_said(lab: Lab, monkeypatch: 
 
     steps_with(monkeypatch, clipped)
     because = CHECKS["optimiser/clip_off"](lab).because
-    said = re.search(
+    sentence_match = re.search(
         rf"^without grad_clip_norm the step of 200 times .*: it is that of {NUMBER} times the weights", because
     )
-    assert said, because
+    assert sentence_match, because
     largest = max(norms)  # 200 times the weights; clipping leaves a norm of 1
     assert largest > 1
-    assert float(said[1]) == pytest.approx(200 / largest, rel=0.02)
+    assert float(sentence_match[1]) == pytest.approx(200 / largest, rel=0.02)
 
 
 def test_flags_without_effect_are_named(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,9 @@ def test_a_hidden_top_k_is_the_cause_of_what_stands_on_draws(lab: Lab, monkeypat
             logits.masked_fill(logits < torch.topk(logits, 50).values[-1], -torch.inf), params, *rest
         ),
     )
-    rows = {name: (place, outcome, said) for place, (name, outcome, said) in enumerate(proved(lab, "sampling/top_p"))}
+    rows = {
+        name: (place, outcome, because) for place, (name, outcome, because) in enumerate(proved(lab, "sampling/top_p"))
+    }
     assert rows["sampling/distribution"][:2] == (0, "departs")
     assert "hit 50 different tokens" in rows["sampling/distribution"][2]
     assert rows["sampling/top_p"][1] == "undecided"

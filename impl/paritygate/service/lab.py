@@ -255,7 +255,7 @@ class Lab:
             f"print({what!r}, np.linalg.norm({one.name} - {other.name}) "
             f"/ np.linalg.norm({other.name} - {start.name}), '(relative)')"
         )
-        return apart(one, other)
+        return difference(one, other)
 
     def held_to(
         self,
@@ -273,7 +273,7 @@ class Lab:
         """
         gap = self.distance(got, want, f"{what}, from {right}:")
         seen = self.distance(wrong, want, f"the contrast, {contrast}, from {right}:")
-        near = apart(got, wrong)
+        near = difference(got, wrong)
         because = f"{what} is {gap:.3g} (relative) from {right}, and {near:.3g} from {contrast}"
         return Measured(gap, because, seen, self.step_noise(want, weights_noise))
 
@@ -402,7 +402,7 @@ def sampler_noise(lab: Lab, logprobs: Callable[[], Array]) -> float:
     return float(np.sqrt(np.nanmean(np.nanvar(repeats, axis=0, ddof=1))))
 
 
-def apart(one: Moved, other: Moved) -> float:
+def difference(one: Moved, other: Moved) -> float:
     """|one - other| / |other|; infinite where the other did not move and the first did."""
     gap, size = float(np.linalg.norm(one.change - other.change)), float(np.linalg.norm(other.change))
     return gap / size if size > 0 else (math.inf if gap > 0 else 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 from paritygate.service.checks.value import POLICY_LOSSES
 from paritygate.service.client import Array, Datum, Session, Trainer
 from paritygate.service.connection import Refusal
-from paritygate.service.lab import Lab, Moved, apart, f32
+from paritygate.service.lab import Lab, Moved, difference, f32
 from paritygate.service.oracles import CISPO_DEFAULTS, PPO_DEFAULTS
 from paritygate.service.outcome import Measured, Undecided
 
@@ -87,7 +87,7 @@ def homogeneity(
             scaled, unscaled = arm(k, k * eps), arm(1.0, k * eps)
             gap = lab.distance(scaled, base)
             if gap > worst:
-                worst, factor, got, near = gap, k, scaled, apart(scaled, unscaled)
+                worst, factor, got, near = gap, k, scaled, difference(scaled, unscaled)
             contrast = min(contrast, lab.distance(unscaled, base))
         bound = max(0.005, lab.step_noise(base))
         if worst > bound and factor**2 * eps <= EPS_LIMIT and lab.distance(arm(factor, factor**2 * eps), base) < bound:
@@ -104,8 +104,8 @@ def homogeneity(
         because = f"{because}: the size of the weights has no effect"
     elif worst > bound and not lab.small:
         bounds = (min(1.0, factor) / 10, 10 * max(1.0, factor))
-        own = [lab.weight * w for w in weights]
-        multiple, off = _multiple(lab, data, own, got, bounds, eps=factor * eps)
+        scaled_weights = [lab.weight * w for w in weights]
+        multiple, off = _multiple(lab, data, scaled_weights, got, bounds, eps=factor * eps)
         if abs(multiple / factor - 1) > 0.02:  # a smaller one has the very same step
             because = f"{because}: it is that of {multiple:.3g} times the weights, {off:.2g} off"
     return Measured(worst, because, contrast, lab.step_noise(base))
@@ -173,7 +173,7 @@ def _multiple(
         middle = (low + high) / 2
         with lab.session() as session:  # one each: a service holds a few adapters only
             step = lab.cross_entropy_arm(session, data, [10**middle * w for w in weights], **adam)
-        gap = apart(step, got)
+        gap = difference(step, got)
         if gap < least or (gap < 0.005 and 10**middle < nearest):
             nearest, least = 10**middle, gap
         low, high = (middle, high) if step.rms < (1 - 1e-4) * got.rms else (low, middle)

@@ -14,7 +14,7 @@ from paritygate.service.checks.sampling import forward_logprobs, nats
 from paritygate.service.checks.state import farthest
 from paritygate.service.client import Array, Datum, Sample, Sampler, Session, read_sampled
 from paritygate.service.connection import Refusal, recorded
-from paritygate.service.lab import Lab, Moved, apart
+from paritygate.service.lab import Lab, Moved, difference
 from paritygate.service.outcome import Measured, Undecided
 
 SLOW = (24, 72, 216)  # sequences of 48 tokens in a gradient that takes long
@@ -38,7 +38,7 @@ def pipelined(lab: Lab) -> Measured:
             awaited, _ = _two_steps(lab, session, slow, quick, waiting=True)
             sent, met = _two_steps(lab, session, slow, quick, waiting=False)
             noise = 2 * lab.step_noise(awaited)
-            if not met and apart(sent, awaited) <= max(0.005, noise):
+            if not met and difference(sent, awaited) <= max(0.005, noise):
                 continue
             wrong = session.restore(lab.warmed())
             wrong.forward_backward(slow)

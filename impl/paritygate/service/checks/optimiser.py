@@ -9,7 +9,7 @@ import numpy as np
 from paritygate.service.checks.gradient import EPS_LIMIT, homogeneity
 from paritygate.service.client import Datum, Session, Trainer
 from paritygate.service.connection import Broken, Refusal
-from paritygate.service.lab import Lab, Moved, apart, scale_of
+from paritygate.service.lab import Lab, Moved, difference, scale_of
 from paritygate.service.outcome import CONTRAST, Measured, Undecided, worst
 
 BETAS = (0.5, 0.9)
@@ -170,7 +170,7 @@ def decay_twice(lab: Lab) -> Measured:
         got, want, wrong = (_decayed(lab, session, *products) for products in ((0.5, 0.5), (0.75,), (0.5,)))
         gap, seen = lab.distance(got, want), lab.distance(wrong, want)
         base = lab.change(session.create(lab.settings.rank, seed=12))
-    twice, once, half = (apart(moved, base) for moved in (got, want, wrong))
+    twice, once, half = (difference(moved, base) for moved in (got, want, wrong))
     because = (
         f"lr * weight_decay = 0.5 twice leaves the adapter with {twice:.3g} of its effect on the logprobs, 0.75 once "
         f"with {once:.3g}, which is to be the same, and 0.5 once with {half:.3g}: the first two are {gap:.3g} "
