@@ -213,7 +213,7 @@ def test_the_prefix_cache_keeps_versions_apart_and_its_bound(network: Any) -> No
         sequence = Sequence(network.shape, tokens, 200)
         sequence.kv += fill
         sequence.done = len(tokens)
-        sequence.known[: sequence.done] = True
+        sequence.has_hidden[: sequence.done] = True
         return sequence
 
     cache = PrefixCache(10**9)
@@ -227,13 +227,13 @@ def test_the_prefix_cache_keeps_versions_apart_and_its_bound(network: Any) -> No
     assert cache.fill(other, "a") == PAGE
     page = cache.bytes // 5
     part = computed(1.0)  # hidden states of tokens 35 to 37 were not asked for
-    part.known[35:38] = False
+    part.has_hidden[35:38] = False
     cache.store(part, "c")
     for read_from, length in ((0, 2 * PAGE), (35, 2 * PAGE), (38, 5 * PAGE), (3 * PAGE, 5 * PAGE)):
         fresh = Sequence(network.shape, tokens, 200)
         fresh.read_from = read_from
         assert cache.fill(fresh, "c") == length
-        assert fresh.known[: fresh.done].tolist() == [not 2 * PAGE <= i < 38 for i in range(length)]
+        assert fresh.has_hidden[: fresh.done].tolist() == [not 2 * PAGE <= i < 38 for i in range(length)]
     cache.store(computed(1.0), "c")
     assert cache.fill(Sequence(network.shape, tokens, 200), "c") == 5 * PAGE
     assert cache.bytes == 10 * page

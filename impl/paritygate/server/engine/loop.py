@@ -147,11 +147,11 @@ class Engine:
             hidden = self._forward(batch)
             self.steps += 1
             done: list[tuple[Row, Tensor]] = []
-            read = [span.read for span in batch.spans]
-            for span, owner, rows in zip(batch.spans, batch.owners, hidden.split(read), strict=True):
+            counts = [span.rows_read for span in batch.spans]
+            for span, owner, rows in zip(batch.spans, batch.owners, hidden.split(counts), strict=True):
                 end = span.start + span.count
                 span.sequence.hidden[end - len(rows) : end] = rows
-                span.sequence.known[end - len(rows) : end] = True
+                span.sequence.has_hidden[end - len(rows) : end] = True
                 span.sequence.done = end
                 if isinstance(owner, Row):
                     done.append((owner, rows[-1]))

@@ -31,7 +31,7 @@ class Span:
     count: int
 
     @property
-    def read(self) -> int:
+    def rows_read(self) -> int:
         """How many of the last tokens' hidden states are read."""
         return min(self.count, max(0, self.start + self.count - self.sequence.read_from))
 
@@ -40,14 +40,14 @@ def cached(spans: list[Span], rows: int) -> "CachedAttention | BlockAttention":
     """Attention of `rows` packed rows that appends to each sequence's keys and values, then attends to all of them."""
     compiled = products.attends(spans[0].sequence.shape.head_dim)
     attention = CachedAttention(spans) if compiled else BlockAttention(spans, rows)
-    attention.read = torch.cat([torch.arange(s.row + s.count - s.read, s.row + s.count) for s in spans])
+    attention.rows_read = torch.cat([torch.arange(s.row + s.count - s.rows_read, s.row + s.count) for s in spans])
     return attention
 
 
 class CachedAttention:
     """By the compiled kernel; no gradient."""
 
-    read: Tensor
+    rows_read: Tensor | None
 
     def __init__(self, spans: list[Span]) -> None:
         self.table = products.spans(
@@ -55,7 +55,7 @@ class CachedAttention:
             for span in spans
             for kv in [span.sequence.kv]
         )
-        self.tails = torch.tensor([span.read for span in spans])
+        self.tails = torch.tensor([span.rows_read for span in spans])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return products.attend(q, self.table, k.shape[0], scale, layer=layer, fresh=(k, v))
@@ -64,7 +64,7 @@ class CachedAttention:
 class BlockAttention:
     """By torch, block by block; no gradient."""
 
-    read: Tensor
+    rows_read: Tensor | None
 
     def __init__(self, spans: list[Span], rows: int) -> None:
         self.longer = [span for span in spans if span.count > 1]
@@ -119,7 +119,7 @@ class PlainAttention:
     """Differentiable attention of sequences that begin with the same `shared` rows: those first, then what follows
     in each (`rests` rows), laid end to end."""
 
-    read = None
+    rows_read: Tensor | None = None
 
     def __init__(self, shared: int, rests: Seq[int]) -> None:
         self.lengths = [shared, *rests]

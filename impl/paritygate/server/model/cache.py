@@ -18,7 +18,7 @@ class Sequence:
     """One sequence in the making: keys and values (L, 2, K, capacity, D), hidden states, how many are computed.
 
     Memory grows as tokens come; `reserved` counts what it may grow to. Hidden states before `read_from` are not asked
-    for; those that are there all the same are `known`.
+    for; where they are there is in `has_hidden`.
     """
 
     def __init__(self, shape: Shape, tokens: list[int], capacity: int) -> None:
@@ -27,7 +27,7 @@ class Sequence:
         self.tokens = list(tokens)
         self.done = 0
         self.read_from = 0
-        self.known = np.zeros(self.capacity, dtype=bool)
+        self.has_hidden = np.zeros(self.capacity, dtype=bool)
         self.kv, self.hidden = self._buffers(min(self.capacity, _whole(len(tokens) + KEY_BLOCK)))
 
     @property
@@ -48,7 +48,7 @@ class Sequence:
         """A copy with its own memory."""
         copy = Sequence(self.shape, self.tokens, self.capacity)
         copy.done = self.done
-        copy.known[:] = self.known
+        copy.has_hidden[:] = self.has_hidden
         copy._copy(self.kv, self.hidden)
         return copy
 
@@ -108,7 +108,7 @@ class PrefixCache:
             self._pages.move_to_end(key)
             sequence.kv[:, :, :, start:end] = page.kv
             sequence.hidden[start + page.first : end] = page.hidden
-            sequence.known[start + page.first : end] = True
+            sequence.has_hidden[start + page.first : end] = True
             sequence.done = end
         self.hits += sequence.done
         return sequence.done
@@ -120,7 +120,7 @@ class PrefixCache:
         """Keep every whole computed page of `sequence`."""
         for index, key in enumerate(self.keys(version, sequence.tokens[: sequence.done])):
             start, end = index * PAGE, (index + 1) * PAGE
-            unknown = np.flatnonzero(~sequence.known[start:end])
+            unknown = np.flatnonzero(~sequence.has_hidden[start:end])
             first = int(unknown[-1]) + 1 if len(unknown) else 0
             old = self._pages.get(key)
             if old is not None and old.first <= first:

@@ -45,7 +45,7 @@ class Layers:
     def forward(
         self, rows: Tensor, positions: Tensor, ranges: list[tuple[int, int, Weights]], attention: Any
     ) -> Tensor:
-        """(T, hidden) embedded rows -> those of `attention.read`, before the last norm."""
+        """(T, hidden) embedded rows -> those of `attention.rows_read`, before the last norm."""
         rows = rows.float().contiguous().clone()
         turned = self.body.rotary_emb(rows[None], position_ids=positions[None])
         cosines, sines = (x[0].float().contiguous() for x in turned)
@@ -59,7 +59,7 @@ class Layers:
             products.EMULATED,
         )  # fmt: skip
         products.library().layers(ctypes.byref(passed))
-        return rows[: len(attention.read)]
+        return rows[: len(attention.rows_read)]
 
     def takes(self, attention: Any, ranges: list[tuple[int, int, Weights]]) -> bool:
         """Whether a pass with these is one of sampling, whose rows are all in spans and whose weights never change."""
@@ -71,8 +71,8 @@ class Layers:
         linears = [
             getattr(getattr(layer, part), f"{name}_proj") for part, names in _PROJECTIONS.items() for name in names
         ]
-        own = {f"{name}_proj" for name in _PROJECTIONS["self_attn"]} | {"q_norm", "k_norm"}
-        if any(name not in own for name, _ in layer.self_attn.named_children()):
+        expected = {f"{name}_proj" for name in _PROJECTIONS["self_attn"]} | {"q_norm", "k_norm"}
+        if any(name not in expected for name, _ in layer.self_attn.named_children()):
             raise _Other
         self.names.append(tuple(linear.name for linear in linears))
         norms = [layer.input_layernorm, layer.post_attention_layernorm]

@@ -27,10 +27,10 @@ from paritygate.server.model.shape import read_shape
 class Attention(Protocol):
     """Attention of one pass, fp32: q (H, T, D), k and v (K, T, D) -> (H, T, D); `scale` multiplies the scores.
 
-    `read` are the rows whose final hidden states are asked for, None for all.
+    `rows_read` are the rows whose final hidden states are asked for, None for all.
     """
 
-    read: Tensor | None
+    rows_read: Tensor | None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
 
@@ -55,7 +55,7 @@ class Network:
         self.shape = read_shape(model.config, model.generation_config)
         self.routes = Routes()
         self._attention: Attention | None = None
-        self.body: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model.model
+        self.body: Any = model.get_decoder() if hasattr(model, "get_decoder") else model.model
         model.get_input_embeddings().register_forward_hook(_in_float32)
         head = cast(nn.Linear, model.get_output_embeddings())
         names = {id(module): name for name, module in model.named_modules()}
@@ -164,14 +164,14 @@ class Network:
         With `recompute`, layers keep only their input and run again in the backward pass: less memory, a third slower.
         """
         if self._fused is not None and self._fused.takes(self._attention, self.routes.ranges):
-            rows = self.model.get_input_embeddings()(tokens)
+            rows = cast(Any, self.model).get_input_embeddings()(tokens)
             return self.body.norm(self._fused.forward(rows, positions, self.routes.ranges, self._attention))
         for layer in self._layers:
             layer.gradient_checkpointing = recompute
             layer.training = recompute  # of the layer alone: its parts stay as they are, so nothing is dropped out
         out = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         rows = out.last_hidden_state[0]
-        return rows if self._attention is None or self._attention.read is None else rows[self._attention.read]
+        return rows if self._attention is None or self._attention.rows_read is None else rows[self._attention.rows_read]
 
     def head(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """(M, hidden) -> (M, vocabulary) logits, (M,) log sum exp of each row, all fp32."""
