@@ -59,7 +59,6 @@ def serve(args: argparse.Namespace) -> int:
         share_cores=args.share_cores,
         dtype=args.dtype,
     )
-    gc.freeze()
     gc.enable()
     for number in signals:
         signal.signal(number, lambda *_: stopped.set())
