@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,35 @@ def test_a_command_ends_with_the_process_that_asked(number: str, tmp_path: Path)
         time.sleep(0.02)
     process.send_signal(getattr(signal, f"SIG{number}"))
     assert process.wait(timeout=10) != 0
+    assert not [pid for pid in map(int, ids.read_text().split()) if runs(pid)]
+
+
+def test_a_command_that_is_no_longer_awaited_while_it_starts_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ctrl-C in that moment left a run that waits: asyncio kills the shell alone, whose children hold its output."""
+    ids, create = tmp_path / "ids", asyncio.create_subprocess_exec
+    command = f"sleep 600 & echo $! >> {ids}; echo $$ >> {ids}; wait"
+
+    async def ask() -> None:
+        starting = asyncio.Event()
+
+        async def slow_start(*argv: str, **options: Any) -> Any:
+            process = await create(*argv, **options)
+            while not ids.exists() or len(ids.read_text().split()) < 2:
+                await asyncio.sleep(0.01)
+            starting.set()
+            await asyncio.sleep(0.1)
+            return process
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", slow_start)
+        asking = asyncio.ensure_future(credentials.printed_key(command))
+        await starting.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(ask())
     assert not [pid for pid in map(int, ids.read_text().split()) if runs(pid)]
 
 

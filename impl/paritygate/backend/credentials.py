@@ -112,9 +112,14 @@ async def printed_key(command: str) -> str:
     """
     with watch() as stdin:
         argv = watched("/bin/sh", "-c", command, session=True)
-        process = await asyncio.create_subprocess_exec(
-            *argv, stdin=stdin, stdout=PIPE, stderr=PIPE, start_new_session=True
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(*argv, stdin=stdin, stdout=PIPE, stderr=PIPE, start_new_session=True)
         )
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # asyncio would kill the leader alone, and wait for who holds its pipes
+            await _kill(await starting)
+            raise
         errors, status = asyncio.ensure_future(_tail(process.stderr)), None
         try:
             async with asyncio.timeout(COMMAND_SECONDS):
