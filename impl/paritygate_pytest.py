@@ -45,7 +45,8 @@ def _start(config: pytest.Config, pluginmanager: pytest.PytestPluginManager) -> 
         folders = [project.root / name for name in project.folders]
         bootstrap.read_sources_only(*folders, *project.homes.values(), Path(bootstrap.__file__).parent)
     finally:
-        sys.pycache_prefix = prefix
+        # `-X pycache_prefix=/dev/null` is for what pytest reads before this; for torch it would cost 3 s.
+        sys.pycache_prefix = prefix if prefix != os.devnull else os.environ.get("PYTHONPYCACHEPREFIX") or None
     try:
         from paritygate.harness import plugin
     except ModuleNotFoundError as error:

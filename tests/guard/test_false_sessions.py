@@ -202,6 +202,17 @@ def test_poisoned_bytecode_is_not_read_by_a_parity_session(bare: Tree) -> None:
     not_green(bare, bare.parity(), "tests/parity/test_toy.py::test_value failed")
 
 
+def test_without_a_cache_for_itself_a_session_reads_other_packages_from_theirs(bare: Tree) -> None:
+    """`-X pycache_prefix=/dev/null`, as in make parity: no poisoned tests/conftest.py, and no torch compiled anew."""
+    header = "\n\ndef pytest_report_header():\n    import mpmath\n\n    return mpmath.__cached__\n"
+    bare.edit("tests/conftest.py", "import pytest\n", f"import pytest\n{header}")
+    poison_rewritten(bare, "tests/conftest.py", (header, "\nraise SystemExit('poisoned')\n"))
+    assert "poisoned" in bare.parity()
+    output = bare.parity("-v", flags=("-X", f"pycache_prefix={os.devnull}"))
+    assert "parity: green" in output
+    assert "mpmath/__pycache__/__init__.cpython-" in output
+
+
 def poison_rewritten(tree: Tree, name: str, *edits: tuple[str, str]) -> None:
     """Leave code of an edited `name`, with the digest of its true source, where pytest looks for its cache."""
     path = tree.root / name

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,9 +15,11 @@ import httpx
 import pytest
 
 from paritygate import server
+from paritygate.errors import BadInputError
 from paritygate.server.errors import RequestError
 from paritygate.server.limits import Limits
 from paritygate.server.model.lora import Adapter, LoraSpec
+from paritygate.server.model.network import Network
 from paritygate.server.sessions import checkpoints as store_module
 from paritygate.server.sessions.checkpoints import Store
 
@@ -76,10 +79,12 @@ def saved(network: Any, folder: Path, name: str = "a", seed: int = 1) -> tuple[S
 # ---------------------------------------------------------------------- the command line
 
 
-@pytest.mark.parametrize("config", ["{}", "{", '{"model_type": "llama"}'])
-def test_a_folder_that_transformers_cannot_load_is_refused_in_a_sentence(tmp_path: Path, config: str) -> None:
-    (tmp_path / "config.json").write_text(config)
+def test_a_folder_that_transformers_cannot_load_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"junk")
+    for config in ("{", '{"model_type": "llama"}', "{}"):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(BadInputError, match=f"^--model {re.escape(str(tmp_path))}: transformers cannot load it"):
+            Network.load(tmp_path)
     assert "transformers cannot load it" in refused(["--model", str(tmp_path)])
 
 
