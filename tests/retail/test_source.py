@@ -154,3 +154,16 @@ def test_an_error_of_the_data_is_bad_input() -> None:
     assert issubclass(retail.DataError, ParityGateError)
     assert retail.DataError.exit_code == 2
     assert tuple(sorted(layout.TABLES)) == layout.TABLES
+
+
+def test_the_files_are_read_at_each_call(copied: Path) -> None:
+    """One Source while they are the same; what is changed later is refused all the same, and found when put back."""
+    first = retail.load(copied)
+    assert retail.load(copied) is first
+    for name in ("products.json", "retail_tasks_test.json", "wiki.md", "rules.json", "tools_info.json"):
+        right = (copied / name).read_bytes()
+        (copied / name).write_bytes(right.replace(b"the", b"teh", 1) if name != "products.json" else right + b" {")
+        with pytest.raises(ParityGateError, match="`make data` fetches it again"):
+            retail.load(copied)
+        (copied / name).write_bytes(right)
+    assert retail.load(copied).provenance == first.provenance

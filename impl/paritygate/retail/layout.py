@@ -4,6 +4,7 @@ import ast
 import gzip
 import zlib
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,30 @@ def read(folder: Path) -> Parts:
 
     Raises DataError naming the file that is missing or cannot be read.
     """
+    require_folder(folder)
+    return dict(_upstream_parts(folder) if (folder / "tasks_train.py").exists() else _json_parts(folder))
+
+
+def require_folder(folder: Path) -> None:
+    """DataError where there is none."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder of tau-bench retail data; `make data` fetches it")
-    return dict(_upstream_parts(folder) if (folder / "tasks_train.py").exists() else _json_parts(folder))
+
+
+def digest(folder: Path) -> str:
+    """sha256, hex, of the names and bytes of all files that `read` may take; DataError where one cannot be read."""
+    require_folder(folder)
+    if (folder / "tasks_train.py").exists():
+        names = [f"data/{table}.json" for table in TABLES] + [f"tasks_{split}.py" for split in SPLITS]
+        names += ["wiki.md", "rules.py", *sorted(f"tools/{path.name}" for path in (folder / "tools").glob("*.py"))]
+    else:
+        names = [f"{name}.json" for name in (*TABLES, *(f"retail_tasks_{split}" for split in SPLITS))]
+        names += ["wiki.md", "rules.json", "tools_info.json"]
+    read_bytes = sha256()
+    for name in names:
+        content = _bytes(folder / name)
+        read_bytes.update(f"{name} {len(content)}\n".encode() + content)
+    return read_bytes.hexdigest()
 
 
 def _json_parts(folder: Path) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +129,22 @@ def places() -> Iterator[tuple[str, Path]]:
 def load(path: str | os.PathLike[str] | None = None) -> Source:
     """The retail data from `path`, else from PARITYGATE_TAU_BENCH, else from the first of `places()` that has any.
 
+    The files are read at each call; while their bytes are the same, so is the Source, with all that it has computed.
     Raises DataError, in one sentence, where there is none, a file is missing, or a digest is not the pinned one.
     """
     if path is not None:
-        return checked(layout.read(Path(path)), folder=Path(path), place="--tau-bench")
+        return _load(Path(path), "--tau-bench", layout.digest(Path(path)))
     for place, folder in places():
         if place == ENVIRONMENT_VARIABLE or folder.is_dir():
-            return checked(layout.read(folder), folder=folder, place=place)
+            return _load(folder, place, layout.digest(folder))
     raise DataError(
         f"no tau-bench retail data: run `make data`, or name a folder with --tau-bench or {ENVIRONMENT_VARIABLE}"
     )
+
+
+@lru_cache(maxsize=2)  # a run and its audit may name one folder in two ways
+def _load(folder: Path, place: str, _digest: str) -> Source:
+    return checked(layout.read(folder), folder=folder, place=place)
 
 
 def checked(parts: layout.Parts, *, folder: Path, place: str) -> Source:
