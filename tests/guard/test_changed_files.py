@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from _pytest.config import findpaths
 
+from paritygate.receipts import parity
 from paritygate.receipts.parity import NAME, read_parity_receipt, statement_of, write_parity_receipt
 from paritygate.receipts.subjects import difference, subjects
 from paritygate.spec.losses import load_losses
@@ -103,6 +104,20 @@ def test_a_receipt_for_another_torch_or_cuda(tree: Tree, tmp_path: Path) -> None
 
 def test_a_receipt_for_another_matmul_precision(tree: Tree) -> None:
     tree.refused("matmul_precision is highest NVIDIA_TF32_OVERRIDE=1 here", NVIDIA_TF32_OVERRIDE="1")
+
+
+DECIDES = ("torch", "cuda", "gpu", "driver", "matmul_precision", "settings")
+OF_KERNELS = ("kernels", "compiler", "compiler_version", "compiler_flags", "cpu", "bfloat16")
+
+
+@pytest.mark.parametrize("key", [*DECIDES, *OF_KERNELS])
+def test_each_entry_of_the_environment_that_decides_is_compared(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Those that a machine can be given have tests by which a run sees them; bfloat16's needs a CPU of another kind."""
+    here = parity.environment("cpu") | {key: "another"}
+    monkeypatch.setattr(parity, "environment", lambda _: here)
+    tree.refused_here(f"{key} is another here")
 
 
 def fake_gpu(folder: Path, name: str, driver: str) -> str:
