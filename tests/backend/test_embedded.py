@@ -169,6 +169,12 @@ def test_a_start_that_is_cancelled_leaves_no_process():
     assert not psutil.pid_exists(asyncio.run(main()))
 
 
+def test_the_exit_code_of_a_process_that_cannot_serve_is_told(tmp_path):
+    """2, as of any command that is given what is no model."""
+    with pytest.raises(BackendError, match=r"ended with code 2: .*nowhere"):
+        asyncio.run(EmbeddedServer(str(tmp_path / "nowhere")).start())
+
+
 PROVE = """
 import asyncio, hashlib, pathlib, sys
 from paritygate import bootstrap
