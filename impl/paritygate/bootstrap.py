@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from paritygate.errors import BadInputError, ParityGateError, Refused
+from paritygate.errors import BadInputError, ParityGateError, Refused, redacted
 
 _IMPL = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 NOT_PROVEN = "is not the source that parity was shown for: it was edited meanwhile."
@@ -156,7 +156,7 @@ class Parser(argparse.ArgumentParser):
 def complain(sentence: str, code: int) -> int:
     """Print `sentence` on stderr, as far as anybody reads it; the exit code."""
     with contextlib.suppress(OSError):
-        print(sentence, file=sys.stderr, flush=True)
+        print(redacted(sentence), file=sys.stderr, flush=True)
     return code
 
 

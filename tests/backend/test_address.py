@@ -38,6 +38,8 @@ NO_ADDRESS = (
     f"https://me:{SECRET}#2@x",
     f"//{SECRET}://x@",
     f"ftp://me:{SECRET}@x?token={SECRET}",
+    f"tml-{SECRET}",
+    f"tml-{SECRET}/api",
 )
 WITH_A_SECRET = (
     f"http://me:{SECRET}@x",
@@ -52,12 +54,19 @@ WITH_A_SECRET = (
     f"https://me:a@{SECRET}#2@x",
     f"https://me:1?@{SECRET}",
     "http://x/?",
+    f"http://x/v1/tml-{SECRET}",
+    f"http://x/tml-{SECRET}/api/",
+    f"http://x/%74ml%2D{SECRET}/api",
+    f"http://x/v1;key=tml-{SECRET}",
+    f"https://x/eyJ{SECRET}.{SECRET}.{SECRET}/",
+    f"http://x/{SECRET}-of-the-environment/",
 )
 
 
 @pytest.mark.parametrize("url", [*NO_ADDRESS, *WITH_A_SECRET])
 def test_what_is_no_address_is_bad_input_and_no_secret_is_shown(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given to a session by name, and by the environment."""
+    monkeypatch.setenv("TINKER_API_KEY", f"{SECRET}-of-the-environment")
 
     async def by_name() -> None:
         async with connect(url, "tml-x"):
@@ -84,6 +93,7 @@ def test_what_is_no_address_is_bad_input_and_no_secret_is_shown(url: str, monkey
         ("https://tinker.example/services/prod//", "https://tinker.example/services/prod"),
         ("http://[::1]:8000/", "http://[::1]:8000"),
         ("http://localhost", "http://localhost"),
+        ("http://tml-gateway:8000/my-tml-api/tml/", "http://tml-gateway:8000/my-tml-api/tml"),
     ],
 )
 def test_an_address_is_taken_without_its_final_slash(url: str, base: str) -> None:

@@ -332,3 +332,30 @@ def test_ctrl_c_before_anything_is_known(tmp_path: Path) -> None:
     assert proof.returncode == 130
     assert err == "paritygate.service: interrupted; the same command goes on from here.\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_proof_repeats_no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """A refusal that quotes the key where a text of it is cut: in the table, JSON, page and receipt, which holds."""
+    from paritygate.server.errors import RequestError
+    from paritygate.server.sessions import trainers
+
+    secret, loss_config = "tml-Zq8vN2xW7pL4sD9fG1hJ6kM3", trainers.loss_config
+
+    def refuse(message: Any) -> Any:
+        if message.loss_fn != "cross_entropy":
+            raise RequestError(f"{'no ' * 95}{secret} {secret}", 422)
+        return loss_config(message)
+
+    monkeypatch.setattr(trainers, "loss_config", refuse)
+    monkeypatch.setenv("TINKER_API_KEY", secret)
+    path = tmp_path / "p.json"
+    with server.start("tiny", api_key=secret) as running:
+        assert main(["--base-url", running.base_url, "--json", str(path), "--only", "value/ppo"]) == 0
+    [entry] = json.loads(path.read_text())["obligations"]
+    assert entry["outcome"] == "refused"
+    assert "no no no" in entry["because"]
+    assert "[key]" in entry["because"]
+    receipt.verify(tmp_path / "p.receipt.json")
+    shown = "".join(capsys.readouterr())
+    for text in (shown, *(file.read_text() for file in tmp_path.iterdir())):
+        assert not any(secret[i : i + 5] in text for i in range(4, len(secret) - 4))

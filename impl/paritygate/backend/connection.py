@@ -1,6 +1,7 @@
 """Where to connect: a service that is named, or the embedded server, started here and owned."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -16,7 +17,7 @@ from paritygate.backend.guard import Guard, in_daemon_thread, probe
 from paritygate.backend.sampler import Sampler
 from paritygate.backend.tokenizers import load_tokenizer
 from paritygate.backend.trainer import Trainer, no_retries
-from paritygate.errors import BackendError, BadInputError
+from paritygate.errors import BackendError, BadInputError, redacted
 
 if TYPE_CHECKING:
     import tinker
@@ -177,6 +178,8 @@ async def connect(
     `tinker auth login`.
     """
     os.environ.setdefault("TINKER_TELEMETRY", "0")
+    if logging.lastResort is not None:  # shows what the SDK logs of a service's answers
+        logging.lastResort.addFilter(_redact)
     server: EmbeddedServer | None = None
     named = base_url or os.environ.get("TINKER_BASE_URL")
     if named:
@@ -198,6 +201,13 @@ async def connect(
     finally:
         if server is not None:
             await server.stop()
+
+
+def _redact(record: logging.LogRecord) -> bool:
+    record.msg, record.args = redacted(record.getMessage()), ()
+    if record.exc_info:
+        record.exc_text = redacted(logging.Formatter().formatException(record.exc_info))
+    return True
 
 
 @asynccontextmanager

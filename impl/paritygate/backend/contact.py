@@ -14,7 +14,7 @@ from paritygate.backend.connection import local_host, reach_without_proxy
 from paritygate.backend.credentials import Credential
 from paritygate.backend.guard import TRY_PAUSE, get, in_daemon_thread, probe, refuse_account
 from paritygate.backend.tokenizers import NoTokenizer, load_tokenizer
-from paritygate.errors import BackendError
+from paritygate.errors import BackendError, one_line
 
 SECONDS = 8.0  # credential, probe and capabilities together; with the imports before them, within ten
 TRY_SECONDS = 3.0  # one of the probe's two tries, at most
@@ -78,7 +78,7 @@ async def _capabilities(base_url: str, token: str, seconds: float) -> dict[str, 
             raise ValueError(f"HTTP status {status}")
         return {str(m["model_name"]): m for m in json.loads(body)["supported_models"] if m.get("model_name")}
     except (httpx.HTTPError, TimeoutError, ValueError, KeyError, TypeError, AttributeError) as error:
-        text = " ".join(str(error).split())[:200] or type(error).__name__
+        text = one_line(str(error), 200) or type(error).__name__
         raise BackendError(f"The service at {base_url} does not say which models it serves: {text}.") from None
 
 

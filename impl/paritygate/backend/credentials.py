@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from paritygate.bootstrap import watch, watched
-from paritygate.errors import BadInputError
+from paritygate.errors import BadInputError, remember_key
 from paritygate.spec.strict import parse_json, read_plain
 
 NEEDED = "set TINKER_API_KEY, name a command that prints a key in TINKER_CREDENTIAL_CMD, or run `tinker auth login`"
@@ -78,6 +78,7 @@ def usable(key: str, holds: str) -> str:
             raise ValueError(f"{holds} a JWT that cannot be read") from None
         if expired:
             raise ValueError(f"{holds} a JWT that has expired")
+    remember_key(key)
     return key
 
 

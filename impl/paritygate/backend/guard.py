@@ -16,7 +16,7 @@ from urllib.request import getproxies
 import httpx
 
 from paritygate.backend.credentials import Credential
-from paritygate.errors import BackendError, BadInputError
+from paritygate.errors import BackendError, BadInputError, one_line
 
 T = TypeVar("T")
 
@@ -103,10 +103,9 @@ def refuse_account(base_url: str, status: int, body: bytes) -> None:
 
 def billing(base_url: str, detail: str) -> ServiceDown:
     """What is said of HTTP 402, which the SDK alone would wait out for minutes without a word."""
-    text = " ".join(detail.split())[:200]
     return ServiceDown(
-        f"The service at {base_url} stopped the work for a matter of billing (HTTP 402: {text}); settle it with the "
-        "service, then --resume."
+        f"The service at {base_url} stopped the work for a matter of billing (HTTP 402: {one_line(detail, 200)}); "
+        "settle it with the service, then --resume."
     )
 
 
@@ -256,8 +255,8 @@ class Guard:
         if getattr(error, "status_code", None) == 401:
             fault = f"the service at {self.base_url} refuses the API key"
             return BackendError(f"{what} failed: {fault}; correct it, then --resume.")
-        text = " ".join(str(error).split()) or type(error).__name__
-        return BackendError(f"{what} failed at {self.base_url}: {text[:500]}")
+        text = one_line(str(error), 500) or type(error).__name__
+        return BackendError(f"{what} failed at {self.base_url}: {text}")
 
 
 def is_transient(error: Exception) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from paritygate.errors import BackendError
+from paritygate.errors import BackendError, one_line, remember_key
 from paritygate.service.journal import Journal
 
 T = TypeVar("T")
@@ -94,6 +94,9 @@ class Connection:
     saved: list[str] = field(default_factory=list[str])
     limits_states: bool = True  # whether the service takes a time limit for what it saves, until it shows not
     not_before: dict[str, float] = field(default_factory=dict[str, float])  # by path: when it may be asked again
+
+    def __post_init__(self) -> None:
+        remember_key(self.api_key)
 
     @property
     def tokens(self) -> int:
@@ -349,5 +352,4 @@ def _of_status(code: int, text: str, detail: str) -> Exception:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{text[:400]}" if text else type(error).__name__
+    return one_line(str(error), 400) or type(error).__name__

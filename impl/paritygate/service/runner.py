@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from paritygate.errors import BackendError, BadInputError
+from paritygate.errors import BackendError, BadInputError, redacted
 from paritygate.service.checks import CHECKS, Check
 from paritygate.service.connection import ANSWERS, Broken, Lost, NoAnswer, Refusal
 from paritygate.service.lab import Lab, measure_noise
@@ -27,6 +27,10 @@ class Result:
     contrast: float | None = None
     because: str = ""
     program: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "because", redacted(self.because))  # what a service said is in it
+        object.__setattr__(self, "program", self.program and redacted(self.program))
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
