@@ -1,8 +1,11 @@
 """The warm start: which gold episodes it trains on, in which order, weighted how, and what the arms begin with."""
 
+import asyncio
+import dataclasses
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from paritygate.agent import prompt, renderer
 from paritygate.agent.gold import gold_trajectory
 from paritygate.backend.vocabulary import offline
 from paritygate.experiment.phases import warm_start
+from paritygate.spec import load
 from tests.experiment.scaled_spec import brief
 from tests.experiment.test_wiring import purpose
 from tests.scripted_service import POLICY, ScriptedService, digest
@@ -72,3 +76,43 @@ def test_a_cached_adapter_is_of_the_same_kernels() -> None:
         sources
     )
     assert not any("__pycache__" in name for name in sources)
+
+
+def test_a_cached_adapter_is_of_the_same_dtype(tmp_path: Path) -> None:
+    """The embedded server's weights in bfloat16 give other bits than those in float32."""
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(warmed()))
+    exp: Any = load(path)
+
+    def inputs(dtype: str) -> Any:
+        service = dataclasses.replace(exp.protocol.service, embedded_dtype=dtype)
+        other = dataclasses.replace(exp, protocol=dataclasses.replace(exp.protocol, service=service))
+
+        async def policy() -> Any:
+            return SimpleNamespace(tokenizer=SimpleNamespace(name_or_path=str(tmp_path)))
+
+        state: Any = SimpleNamespace(exp=other, policy=policy)
+        return asyncio.run(warm_start._inputs(state, exp.protocol.warm_start, []))
+
+    assert inputs("float32") == inputs("float32") != inputs("bfloat16")
+
+
+def test_two_runs_that_cache_the_same_adapter_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that comes second leaves the first one's files, which are of the same inputs."""
+    saved, cache = tmp_path / "saved", tmp_path / "cache"
+    saved.mkdir()
+    for name in ("adapter.safetensors", "checkpoint.json"):
+        (saved / name).write_text(name)
+    monkeypatch.setattr(warm_start, "cache_folder", lambda: cache)
+    state: Any = SimpleNamespace(saved=lambda path: saved)
+    rename = Path.rename
+
+    def second(scratch: Path, folder: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        warm_start._to_cache(state, "k" * 64, {"state": "first"})
+        return rename(scratch, folder)
+
+    monkeypatch.setattr(Path, "rename", second)
+    warm_start._to_cache(state, "k" * 64, {"state": "second"})
+    [folder] = (cache / "warm-start").iterdir()
+    assert json.loads((folder / "record.json").read_text())["state"] == "first"

@@ -106,6 +106,7 @@ async def _inputs(state: State, spec: WarmStart, episodes: Sequence[Trajectory])
         "adam": [adam.beta1, adam.beta2, adam.eps],
         "rank": state.exp.lora_rank,
         "model": {"name": state.exp.base_model, "weights": [sha256_file(path) for path in weights]},
+        "dtype": state.exp.protocol.service.embedded_dtype,
         "server": server_sources(),
         "kernels": native.build_record(),
         "torch": importlib.metadata.version("torch"),
@@ -142,7 +143,10 @@ async def _from_cache(state: State, key: str) -> Record | None:
 
 
 def _to_cache(state: State, key: str, record: dict[str, Any]) -> None:
-    """Copy the saved adapter, without Adam's moments, beside and rename it: a reader never sees half of one."""
+    """Copy the saved adapter, without Adam's moments, beside and rename it: a reader never sees half of one.
+
+    Where another run has put its own there meanwhile, that one stays: it is of the same inputs.
+    """
     source = state.saved(record["state"])
     folder = _cached(key)
     scratch = folder.with_name(f".{folder.name}-{PROCESS}")
@@ -154,4 +158,9 @@ def _to_cache(state: State, key: str, record: dict[str, Any]) -> None:
     files = {file: sha256_file(scratch / file) for file in names}
     (scratch / "record.json").write_text(json.dumps({**record, "files": files}))
     shutil.rmtree(folder, ignore_errors=True)
-    scratch.rename(folder)
+    try:
+        scratch.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(scratch, ignore_errors=True)
