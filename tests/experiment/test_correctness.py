@@ -5,6 +5,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ import pytest
 from paritygate.errors import Refused
 from paritygate.experiment.correctness import paths as correctness
 from paritygate.experiment.correctness.comparison import compare_values, recorded
+from paritygate.receipts import PhaseChain
 from paritygate.spec import load
 from paritygate.spec.experiment import CorrectnessPath
 from paritygate_reference import sdpo as reference
-from tests.experiment import model_gradients
+from tests.experiment import model_gradients, stub_guard
 from tests.experiment.scaled_spec import brief
 from tests.experiment.tiny_spec import ROOT
 from tests.golden.golden_numbers import golden, inputs, sampled_gradient
@@ -157,3 +159,25 @@ def test_the_installed_cookbook_gives_the_recorded_numbers() -> None:
 
     for case in recorded("cookbook")["compute_advantages"]:
         assert live_advantages(case["rewards"]) == case["advantages"]
+
+
+def test_a_receipt_of_a_killed_process_is_replaced(
+    run_spec: Any, scripted: Any, lean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parity may be shown anew between the kill and --resume: a run has one receipt, that of the phase that ended."""
+    scripted(ScriptedService())
+
+    def killed(_: CorrectnessPath) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(correctness, "grpo_path", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_spec(brief(), until="correctness_preflight")
+    [first] = (tmp_path / "run").glob("parity-*.json")
+    monkeypatch.setitem(stub_guard.SESSION, "tests", 2)
+    stub_guard.install(tmp_path, monkeypatch)
+    run_spec(brief(), resume=True, until="correctness_preflight")
+    [second] = (tmp_path / "run").glob("parity-*.json")
+    assert second.name != first.name
+    assert PhaseChain(tmp_path / "run").record("correctness_preflight")["facts"]["parity"] in second.name

@@ -3,6 +3,8 @@
 What a model makes of the losses, the service shows itself, in the phase service_proof.
 """
 
+from pathlib import Path
+
 from paritygate.errors import Refused
 from paritygate.experiment.correctness import paths
 from paritygate.experiment.correctness.comparison import Comparison
@@ -19,12 +21,9 @@ EXPECTED = {"grpo_via_new_advantage_path", "sdpo_token_advantage"}
 async def correctness_preflight(state: State) -> Decided:
     """Raises Refused (exit 3) unless parity holds and every comparison is within the spec's tolerances."""
     receipt = await show_parity(state)
-    write_atomic(state.directory / receipt.path.name, canonical(receipt.statement))
+    keep_alone(receipt, state.directory)
     receipts = await show_entry_points(state)
-    copies = {name: folder(state.directory, name) / shown.path.name for name, shown in receipts.items()}
-    for name, path in copies.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, canonical(receipts[name].statement))
+    copies = {name: keep_alone(shown, folder(state.directory, name)) for name, shown in receipts.items()}
     comparisons: list[Comparison] = []
     for path in state.exp.correctness_preflight.paths:
         if path.id not in EXPECTED:
@@ -52,6 +51,16 @@ async def correctness_preflight(state: State) -> Decided:
         facts,
         [receipt.path.name, *(str(path.relative_to(state.directory)) for path in copies.values())],
     )
+
+
+def keep_alone(receipt: ParityReceipt, kept_in: Path) -> Path:
+    """A copy of the receipt; a process that was killed in this phase may have left one of an earlier session."""
+    for left in kept_in.glob("parity-*.json"):
+        if left.name != receipt.path.name:
+            left.unlink()
+    path = kept_in / receipt.path.name
+    write_atomic(path, canonical(receipt.statement))
+    return path
 
 
 def _covered(receipt: ParityReceipt, losses: tuple[str, ...]) -> Record:
