@@ -51,6 +51,9 @@ def test_a_seq_id_that_never_comes_does_not_wedge_the_model() -> None:
         assert "metrics" in retrieve(http, http.post("optim_step", json=step).json()["request_id"]).json()
         assert loss(7) < before
         refused(send(http, backward(model, 2, [1, 2, 3])), "seq_id 2 is over")
+        early = http.post("optim_step", json={"model_id": model, "seq_id": 9})  # refused before its turn, which passes
+        assert early.status_code == 400
+        assert loss(8) == loss(10)
     running.stop()
 
 

@@ -189,8 +189,8 @@ class Trainers:
         try:
             work = prepare()
         except RequestError:
-            if seq is not None and seq == model.next_seq:
-                model.next_seq += 1
+            if seq is not None:
+                model.waiting[seq] = (time.monotonic(), lambda: None)
                 self._release(model)
             raise
         return self._enqueue(model, seq, raw, work)
@@ -233,7 +233,7 @@ class Trainers:
                 continue
             missing = model.next_seq
             model.next_seq = max(model.waiting) + 1
-            for seq in sorted(model.waiting):
+            for seq in sorted(model.waiting.keys() & model.promises.keys()):
                 message = f"seq_id {seq} waited for seq_id {missing}, which never came; the next is {model.next_seq}"
                 self.promises.fail(model.promises[seq][0], message, "user")
             model.waiting.clear()
