@@ -5,6 +5,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib as mpl
 import pytest
 
 from paritygate import report
@@ -78,6 +79,8 @@ def test_nothing_is_fetched(page: Page, run_dir: Path):
 def test_the_same_files_give_the_same_bytes(page: Page, run_dir: Path):
     first = (run_dir / "report.html").read_bytes()
     assert report.write(run_dir).read_bytes() == first
+    with mpl.rc_context({"axes.facecolor": "red", "font.size": 20.0, "lines.linestyle": "--"}):  # another matplotlibrc
+        assert report.write(run_dir).read_bytes() == first
 
 
 def test_the_verdict_and_every_phase_are_said_in_words(page: Page, run_dir: Path):
@@ -99,7 +102,7 @@ def test_mixed_groups_deviations_and_honest_notes_are_there(page: Page):
     assert "Doing nothing scores 1.0 on 0 tasks." in page.text
     assert "2 evaluated rewards rest on an expected number found inside a longer one" in page.text
     assert "sequence_limit 25%" in page.text
-    assert "sdpo_token: of 64 teacher contexts 20 held a sibling, 8 were shortened, and 12 told" in page.text
+    assert "sdpo_token: of 60 teacher contexts 20 held a sibling, 8 were shortened, and 12 told" in page.text
     assert "The agent's prompt is compact" in page.text
     assert "secondary" in page.text
     assert "composite 40 0.125 –" in page.text

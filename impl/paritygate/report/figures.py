@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,10 @@ RUBRIC = tuple(Panel(name, f"{name.replace('_', ' ')} (1 is best)", unit_interva
 def learning_curves(run: RunFiles, panels: Sequence[Panel], name: str) -> str | None:
     """SVG of the panels that have data: pilot steps left of step 0, gates as dashed lines; None without data."""
     shown = [panel for panel in panels if any(any(_points(run, arm, panel.metric)) for arm in run.arms)]
-    if not shown:
-        return None
+    return _svg(name, lambda: _curves(run, shown)) if shown else None
+
+
+def _curves(run: RunFiles, shown: Sequence[Panel]) -> Any:
     rows = math.ceil(len(shown) / 3)
     figure, axes = _subplots(rows, 3, (11.0, 2.5 * rows))
     flat = [axis for row in axes for axis in row]
@@ -52,7 +54,7 @@ def learning_curves(run: RunFiles, panels: Sequence[Panel], name: str) -> str | 
     handles, labels = flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper left", ncols=len(labels), frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.28 / (2.5 * rows)))
-    return _svg(figure, name)
+    return figure
 
 
 def _draw_panel(axis: Any, run: RunFiles, panel: Panel) -> None:
@@ -107,9 +109,11 @@ def _number(value: object) -> float | None:
 
 def intervals(verdict: Record) -> str | None:
     """SVG of every criterion's deciding interval, its secondary one, margin and zero; None without criteria."""
+    return _svg("intervals", lambda: _intervals(verdict)) if verdict["criteria"] else None
+
+
+def _intervals(verdict: Record) -> Any:
     criteria, dimensions = verdict["criteria"], verdict["dimensions"]
-    if not criteria:
-        return None
     rows = [(row, True) for row in criteria] + [(row, False) for row in dimensions]
     figure, axes = _subplots(1, 1, (11.0, 0.9 + 0.55 * len(rows)))
     axis = axes[0][0]
@@ -129,7 +133,7 @@ def intervals(verdict: Record) -> str | None:
     axis.set_ylim(-len(rows) + 0.35, 0.65)
     axis.set_xlabel("treatment minus baseline", fontsize=9)
     figure.tight_layout()
-    return _svg(figure, "intervals")
+    return figure
 
 
 def _subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[list[Any]]]:
@@ -146,12 +150,16 @@ def _subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, 
     return figure, [list(row) for row in axes]
 
 
-def _svg(figure: Any, name: str) -> str:
-    """The same bytes for the same data: no date, and ids that depend on the figure's name only."""
+def _svg(name: str, draw: Callable[[], Any]) -> str:
+    """The figure that `draw` makes; the same bytes for the same data on every machine.
+
+    No date, ids that depend on the figure's name only, and nothing of the user's matplotlibrc.
+    """
     import matplotlib as mpl
 
-    with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none", "font.family": "sans-serif"}):
+    fixed: Any = {"svg.hashsalt": name, "svg.fonttype": "none", "font.family": "sans-serif"}
+    with mpl.rc_context({**mpl.rcParamsDefault, **fixed}):
         stream = io.StringIO()
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+        draw().savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     text = stream.getvalue()
     return text[text.index("<svg") :]
