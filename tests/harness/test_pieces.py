@@ -61,6 +61,13 @@ def test_without_mutants_they_are_named_from_the_root(like_this_one: Path) -> No
     assert '"impl/paritygate/losses/entropy_kl.py"' in (like_this_one / "tests/mutants/entropy_kl.py").read_text()
 
 
+@pytest.mark.parametrize("name", ["1x", "Hinge", "_hinge", "class", "a-b", ""])
+def test_what_cannot_be_the_name_of_a_module_is_no_loss(name: str, tmp_path: Path) -> None:
+    project, _ = project_for(tmp_path)
+    with pytest.raises(BadInputError, match="is no name for a loss"):
+        write_pieces(project, name)
+
+
 def test_an_empty_folder_becomes_a_repository_and_a_pyproject_that_is_there_is_left_alone(tmp_path: Path) -> None:
     project, written = project_for(tmp_path)
     assert written == ["pyproject.toml"]

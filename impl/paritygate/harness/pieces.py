@@ -1,6 +1,7 @@
 """The five pieces of a new loss: spec entry, reference, implementation, parity test, mutant; all fail until filled."""
 
 import json
+import keyword
 import re
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,8 @@ def write_pieces(project: Project, name: str) -> list[str]:
 
 def check_name(name: str) -> None:
     """Raises BadInputError unless a loss can be called so."""
-    if not (name.isidentifier() and name == name.lower() and not name.startswith("_")):
+    usable = name.isidentifier() and not keyword.iskeyword(name)
+    if not (usable and name == name.lower() and not name.startswith("_")):
         raise BadInputError(f"{name!r} is no name for a loss: a Python identifier in small letters, such as gspo.")
 
 
