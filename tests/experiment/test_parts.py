@@ -1,7 +1,9 @@
 """The parts of the protocol that are pure: advantages, metrics, the journal, feasibility."""
 
+import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,13 +15,16 @@ from hypothesis import strategies as st
 from paritygate.agent.judge import DIMENSIONS, Judged, Judgement
 from paritygate.agent.rollouts import Group, Rollout, TeacherScores
 from paritygate.agent.trajectory import Trajectory
+from paritygate.experiment.phases.activation_pilot import is_divergence
 from paritygate.experiment.phases.timing_pilot import project, seconds_by_part
 from paritygate.experiment.run.directory import latest_run
 from paritygate.experiment.run.journal import Journal, Timings, drop_torn_tail, read_lines
+from paritygate.experiment.run.state import State
 from paritygate.experiment.step.advantages import group_advantages
+from paritygate.experiment.step.gates import check_gate
 from paritygate.experiment.step.metrics import add_tallies, advantage_metrics, gate_values, tally
 from paritygate.receipts import canonical
-from paritygate.spec import load
+from paritygate.spec import GateCheck, load
 from paritygate.spec.schema import spec_folder
 
 SCORE = st.floats(0.0, 1.0)
@@ -185,6 +190,33 @@ def test_what_is_exactly_at_a_bound_is_neither_clipped_nor_over_it() -> None:
     assert (counts["loss_tokens"], counts["loss_tokens_over_0.1"]) == (8, 5)
     advantages = [[0.0] * 9]
     assert advantage_metrics([rollout], advantages, clip=2.0)["frac_clipped"] == 0.25
+
+
+def test_who_was_told_that_a_success_had_failed() -> None:
+    """An episode of reward 1 with feedback in its teacher's context, unless the spec asks for the other wording."""
+    lost = taught_episode([0.1])
+    won = dataclasses.replace(lost, trajectory=dataclasses.replace(lost.trajectory, reward=1.0))
+    untaught = TeacherScores((None, None), False, None, 0, 0)
+    unjudged = dataclasses.replace(won, judged=Judged(None, 3, False), teacher=untaught)
+    groups = [Group(0, (lost, won, won, unjudged))]
+    assert tally(groups)["teacher_told_unsuccessful"] == 2
+    assert tally(groups, success_wording=True)["teacher_told_unsuccessful"] == 0
+
+
+def test_divergence_is_seen_whichever_gate_bounds_it() -> None:
+    """A metric may have a gate for its lower bound and another for its upper one."""
+    low, high = (
+        GateCheck("sdpo_mean_abs_token_adv", "", least, most, None) for least, most in ((0.05, None), (None, 5.0))
+    )
+    state: Any = SimpleNamespace(exp=SimpleNamespace(activation_gate=SimpleNamespace(checks=(low, high))))
+    for measured, diverged in ((0.01, False), (5.0, False), (5.000001, True), (math.nan, True)):
+        assert is_divergence(check_gate(high, measured), state) is diverged
+
+
+def test_arms_side_by_side_are_as_many_as_the_cores_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
+    assert State.side_by_side() == 1
 
 
 def test_a_projection_by_hand() -> None:

@@ -68,6 +68,7 @@ def step_metrics(phase: str, arm: str, step: int, rng: random.Random) -> dict[st
             "sdpo_frac_tokens_abs_adv_gt_0.1": rng.uniform(0.3, 0.6),
         }
         row |= {"teacher_with_sibling": 5, "teacher_shortened": 2, "teacher_told_unsuccessful": 3}
+        row |= {"left_their_group": 1}
     return row
 
 

@@ -63,9 +63,10 @@ def check_steps(
         check_groups(run_dir / name, exp, phase, step, groups)
         check_advantages(run_dir / name, exp, arm, groups, lines, losses)
         advantages = [[float(value) for value in line["advantages"]] for line in lines]
-        clip = exp.protocol.advantage.clip
-        derived = derived_metrics(groups, advantages, metrics["executed_base_model"], clip)
-        for stated, computed in ((record["tally"], tally(groups)), (metrics, derived)):
+        rule = exp.protocol.advantage
+        counts = tally(groups, success_wording=rule.success_wording)
+        derived = derived_metrics(groups, advantages, metrics["executed_base_model"], rule)
+        for stated, computed in ((record["tally"], counts), (metrics, derived)):
             for entry, value in finite(computed).items():
                 if entry not in stated or not alike(stated[entry], value):
                     raise Refused(f"{path}: {entry} is {stated.get(entry)!r}, {value!r} by {run_dir / name}.")

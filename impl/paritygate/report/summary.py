@@ -221,8 +221,9 @@ def _teacher_notes(run: RunFiles) -> list[str]:
         rows = [row for row in run.training(arm) if "teacher_shortened" in row]
         if rows:
             episodes = sum(sum((row.get("ended_by") or {}).values()) for row in rows)
+            contexts = episodes - sum(row.get("left_their_group") or 0 for row in rows)
             notes.append(
-                f"{arm}: of {episodes} teacher contexts {sum(row['teacher_with_sibling'] for row in rows):g} held a "
+                f"{arm}: of {contexts} teacher contexts {sum(row['teacher_with_sibling'] for row in rows):g} held a "
                 f"sibling, {sum(row['teacher_shortened'] for row in rows):g} were shortened, and "
                 f"{sum(row['teacher_told_unsuccessful'] for row in rows):g} told a successful episode that it had "
                 "failed (the wording asked for)."

@@ -42,10 +42,10 @@ async def activation_pilot(state: State) -> Decided:
 
 def is_divergence(result: GateResult, state: State) -> bool:
     """Whether a failed gate is that of the mean |teacher - student|, passed upwards (or by NaN), not from below."""
-    bounds = [check.max for check in state.exp.activation_gate.checks if check.metric == result.metric]
-    if result.metric != DIVERGENCE or bounds[0] is None or not isinstance(result.measured, int | float):
+    if result.metric != DIVERGENCE or not isinstance(result.measured, int | float):
         return False
-    return not result.measured <= bounds[0]
+    bounds = [check.max for check in state.exp.activation_gate.checks if check.metric == result.metric]
+    return any(bound is not None and not result.measured <= bound for bound in bounds)
 
 
 async def pilot(state: State, arms: Sequence[Arm], settings: Settings, variant: str) -> dict[str, list[GateResult]]:

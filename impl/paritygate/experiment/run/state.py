@@ -1,7 +1,6 @@
 """What every phase reads: the spec, the run directory, the data, the service; nothing here decides anything."""
 
 import asyncio
-import os
 import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -19,6 +18,7 @@ from paritygate.experiment.run.journal import Journal, Record, Timings, append_l
 from paritygate.experiment.run.options import Options, Settings
 from paritygate.experiment.run.progress import Progress
 from paritygate.receipts import PhaseChain
+from paritygate.server.engine.cores import cores_of_this_process
 from paritygate.spec.experiment import Experiment
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class State:
 
     @staticmethod
     def side_by_side() -> int:
-        """How many arms embedded servers carry at once: one a core."""
-        return os.cpu_count() or 1
+        """How many arms embedded servers carry at once: one for each core that this process may run on."""
+        return cores_of_this_process()
 
     async def _connect(self) -> None:
         from paritygate.backend import connect

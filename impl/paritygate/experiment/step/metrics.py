@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from paritygate.agent.judge.rules import is_error
 from paritygate.agent.rollouts import Group, Rollout, flat
 from paritygate.agent.turns import MALFORMED
-from paritygate.spec.protocol import DIMENSIONS
+from paritygate.spec.protocol import DIMENSIONS, Advantage
 
 QUANTILES = ("abs_advantage_p50", "abs_advantage_p90", "abs_advantage_p99", "abs_advantage_max")
-FAILED = ("Error", "Unknown action")  # how an observation of the retail tools begins that did nothing
 TEACHER_COUNTS = ("teacher_with_sibling", "teacher_shortened", "teacher_told_unsuccessful")
 
 
@@ -24,8 +24,11 @@ def gaps(rollout: Rollout) -> list[float]:
     return [_number(teacher) - _number(student) for mask, teacher, student in rows if mask]
 
 
-def tally(groups: Sequence[Group]) -> dict[str, float]:
-    """Counts that add over steps, so that a gate is measured over all tokens and calls of a pilot at once."""
+def tally(groups: Sequence[Group], *, success_wording: bool = False) -> dict[str, float]:
+    """Counts that add over steps, so that a gate is measured over all tokens and calls of a pilot at once.
+
+    success_wording: the spec's; with it no context calls an episode of reward 1 unsuccessful.
+    """
     rollouts = flat(groups)
     counts: dict[str, float] = {
         "groups": len(groups),
@@ -43,7 +46,10 @@ def tally(groups: Sequence[Group]) -> dict[str, float]:
             "teacher_with_feedback": sum(teacher.has_feedback for _, teacher in taught),
             "teacher_with_sibling": sum(teacher.sibling is not None for _, teacher in taught),
             "teacher_shortened": sum(teacher.shortened_tokens > 0 for _, teacher in taught),
-            "teacher_told_unsuccessful": sum(rollout.trajectory.reward == 1.0 for rollout, _ in taught),
+            "teacher_told_unsuccessful": sum(
+                teacher.has_feedback and rollout.trajectory.reward == 1.0 and not success_wording
+                for rollout, teacher in taught
+            ),
             "loss_tokens": len(distances),
             "loss_tokens_over_0.1": sum(distance > 0.1 for distance in distances),
             "sum_abs_gap": math.fsum(distances) if all(map(math.isfinite, distances)) else math.inf,
@@ -52,10 +58,13 @@ def tally(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def derived_metrics(
-    groups: Sequence[Group], advantages: Sequence[Sequence[float]], base_model: str, clip: float
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]], base_model: str, rule: Advantage
 ) -> dict[str, Any]:
-    """What of a step's line in metrics.jsonl its trajectories alone determine; loss and recomputed logprobs do not."""
-    rollouts, counts = flat(groups), tally(groups)
+    """What of a step's line in metrics.jsonl its trajectories alone determine; loss and recomputed logprobs do not.
+
+    rule: how the spec builds an advantage and the teacher's context.
+    """
+    rollouts, counts = flat(groups), tally(groups, success_wording=rule.success_wording)
     return {
         "tasks": [group.task_index for group in groups],
         "groups_with_mixed_composite": counts["groups_with_variance"],
@@ -63,7 +72,7 @@ def derived_metrics(
         **gate_values(counts, base_model),
         **teacher_counts(counts),
         **episode_metrics(rollouts),
-        **advantage_metrics(rollouts, advantages, clip),
+        **advantage_metrics(rollouts, advantages, rule.clip),
     }
 
 
@@ -129,7 +138,7 @@ def tool_calls(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """How many tool calls were attempted, could not be read as calls, or were answered with an error; and the rates."""
     results = [str(m["content"]) for r in rollouts for m in r.trajectory.messages if m["role"] == "tool"]
     malformed = sum(result.startswith(MALFORMED) for result in results)
-    failed = sum(result.startswith(FAILED) for result in results) - malformed
+    failed = sum(map(is_error, results)) - malformed
     return {
         "tool_calls": len(results),
         "malformed_tool_calls": malformed,

@@ -49,7 +49,8 @@ async def training_step(run: ArmRun, tasks: Sequence[int], collector: Collector)
         saved = await trainer.save(f"{run.key}-{step + 1}-{PROCESS}")
 
     metrics = step_metrics(run, groups, batch, output)
-    return {"state": saved, "trajectories": trajectories, "tally": tally(groups), "metrics": metrics}
+    counts = tally(groups, success_wording=exp.protocol.advantage.success_wording)
+    return {"state": saved, "trajectories": trajectories, "tally": counts, "metrics": metrics}
 
 
 async def advantages_and_datums(run: ArmRun, groups: Sequence[Group], sampler: Sampler) -> StepBatch:
@@ -94,7 +95,7 @@ def stopped(run: ArmRun) -> str:
 
 def step_metrics(run: ArmRun, groups: Sequence[Group], batch: StepBatch, output: FwdBwd) -> Record:
     """One line of metrics.jsonl."""
-    rollouts, clip = flat(groups), run.state.exp.protocol.advantage.clip
+    rollouts, rule = flat(groups), run.state.exp.protocol.advantage
     return {
         "phase": run.phase,
         "arm": run.arm.name,
@@ -102,7 +103,7 @@ def step_metrics(run: ArmRun, groups: Sequence[Group], batch: StepBatch, output:
         "step": run.done,
         "loss": output.loss,
         "datums": len(batch.datums),
-        **derived_metrics(groups, batch.advantages, run.trainer.base_model, clip),
+        **derived_metrics(groups, batch.advantages, run.trainer.base_model, rule),
         **logprob_difference([rollouts[index] for index in batch.sent], output.logprobs),
         **batch.metrics,
     }
