@@ -1,1 +1,1 @@
-"""What the losses mean: float64 NumPy and mpmath, one short file a loss."""
+"""What the losses mean: float64 NumPy, one short file a loss."""

@@ -66,12 +66,7 @@ class Trainer:
         """The folder or name of the model's tokenizer that the service reports, None when it reports none."""
         return self._client.get_info().model_data.tokenizer_id
 
-    async def forward_backward(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str = "importance_sampling",
-        loss_fn_config: dict[str, float] | None = None,
-    ) -> FwdBwd:
+    async def forward_backward(self, data: Sequence[Datum], loss_fn: str = "importance_sampling") -> FwdBwd:
         """Add the gradients of `loss_fn` summed over `data`; never repeated, since a repeat would count twice.
 
         Raises BackendError when the service fails or returns no `loss:sum`.
@@ -79,7 +74,7 @@ class Trainer:
         batch = [datum.to_tinker() for datum in data]
         output = await self._guard.once(
             "forward_backward",
-            lambda: self._client.forward_backward(batch, loss_fn, loss_fn_config),  # pyright: ignore[reportArgumentType]
+            lambda: self._client.forward_backward(batch, loss_fn),  # pyright: ignore[reportArgumentType]
         )
         return _passed(output, len(batch))
 

@@ -3,7 +3,7 @@
 from paritygate.bootstrap import bootstrap
 from paritygate.receipts.files import canonical, digest, sha256_file, write_atomic
 from paritygate.receipts.guard import guard, require_parity
-from paritygate.receipts.lock import is_locked, lock_run
+from paritygate.receipts.lock import lock_run
 from paritygate.receipts.parity import ParityReceipt, read_parity_receipt, write_parity_receipt
 from paritygate.receipts.phases import PhaseChain
 from paritygate.receipts.provenance import refuse_other_code, verify_run, write_run_receipt
@@ -16,7 +16,6 @@ __all__ = [
     "canonical",
     "digest",
     "guard",
-    "is_locked",
     "lock_run",
     "read_parity_receipt",
     "refuse_other_code",

@@ -10,20 +10,15 @@ LOCK = "lock"
 
 
 @contextlib.contextmanager
-def lock_run(run_dir: Path | str, *, create: bool = False) -> Generator[Path]:
-    """Hold `run_dir` for one run; with `create`, make it, which only one of two processes can do.
+def lock_run(run_dir: Path | str) -> Generator[Path]:
+    """Hold `run_dir`, which is made where it is not there, for one run.
 
-    Raises Refused when another process holds it, or made it first. What a killed writer left half done is removed.
+    Raises Refused when another process holds it. What a killed writer left half done is removed.
     """
     import filelock
 
     run_dir = Path(run_dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=not create)
-    except FileExistsError as error:
-        raise Refused(
-            f"{run_dir} exists already: another run made it; name another --output, or --resume it."
-        ) from error
+    run_dir.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(run_dir / LOCK, timeout=0)
     try:
         lock.acquire()
@@ -35,17 +30,3 @@ def lock_run(run_dir: Path | str, *, create: bool = False) -> Generator[Path]:
         yield run_dir
     finally:
         lock.release()
-
-
-def is_locked(run_dir: Path | str) -> bool:
-    """True while another process holds `run_dir`; touches nothing where there is no lock."""
-    import filelock
-
-    path = Path(run_dir) / LOCK
-    if not path.is_file():
-        return False
-    try:
-        with filelock.FileLock(path, timeout=0):
-            return False
-    except filelock.Timeout:
-        return True

@@ -61,10 +61,6 @@ class PhaseChain:
                 return entry["record"]
         raise KeyError(phase)
 
-    def size(self, name: str) -> int:
-        """Bytes of the file `name` that a phase vouches for (0 when none does): where a resumed run goes on writing."""
-        return max((entry["files"][name]["size"] for entry in self._phases if name in entry["files"]), default=0)
-
     def verify(self) -> None:
         """Raise Refused, naming the file, unless the links hold and every file still has the bytes vouched for."""
         self._phases = self._read()

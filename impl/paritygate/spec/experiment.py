@@ -231,7 +231,3 @@ class Experiment:
     def entry_points(self) -> tuple[str, ...]:
         """PACKAGE:LOSS of the arms whose loss another repository has."""
         return tuple(sorted({arm.loss for arm in self.arms if arm.loss is not None}))
-
-    def arm(self, name: str) -> Arm:
-        """The arm called `name`; KeyError otherwise."""
-        return {arm.name: arm for arm in self.arms}[name]

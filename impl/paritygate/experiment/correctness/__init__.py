@@ -1,1 +1,1 @@
-"""The comparisons of the correctness preflight: recorded numbers, the live cookbook, a real model."""
+"""The comparisons of the correctness preflight: recorded numbers and the live cookbook."""

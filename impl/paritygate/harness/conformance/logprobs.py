@@ -59,11 +59,6 @@ def by_rows(module: str, name: str, arguments: tuple[str, ...]) -> Callable[[Arr
     return define
 
 
-def are_logprobs(*names: str) -> Callable[[Arrays], bool]:
-    """No NaN, none above 0."""
-    return lambda arrays: all(bool((arrays[name] <= 0.0).all()) for name in names)
-
-
 def far(rng: np.random.Generator, keywords: Keywords) -> Arrays:
     """A log ratio of 30 at a token of negative advantage, which no clipping from above stops."""
     arrays = policy_draw(rng, keywords)
