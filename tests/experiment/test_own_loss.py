@@ -145,8 +145,8 @@ def test_a_loss_that_lies_in_no_proven_repository_is_refused(
 )
 def test_what_a_spec_says_of_such_an_arm(arm: dict[str, Any], place: str, sentence: str, tmp_path: Path) -> None:
     exp: Any = load(write_spec(tmp_path, with_own_loss()))
-    arm, taught = exp.arms[1], load(write_spec(tmp_path, with_own_loss(teacher=True))).arms[1]
-    assert (arm.name, arm.kind, arm.needs_teacher, exp.entry_points) == ("own", "entry_point", False, (NAME,))
+    loaded, taught = exp.arms[1], load(write_spec(tmp_path, with_own_loss(teacher=True))).arms[1]
+    assert (loaded.name, loaded.kind, loaded.needs_teacher, exp.entry_points) == ("own", "entry_point", False, (NAME,))
     assert taught.needs_teacher
     with pytest.raises(SpecError) as error:
         load(write_spec(tmp_path, with_own_loss(**arm)))
