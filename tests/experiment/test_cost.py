@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paritygate.errors import BadInputError
+from paritygate.experiment.plan import forecast
 from paritygate.experiment.run.account.budget import Account
 from paritygate.experiment.run.journal import Journal, Timings, read_lines
 from paritygate.spec import load
@@ -71,6 +72,15 @@ def test_every_token_is_counted_and_priced(finished: tuple[ScriptedService, Path
     ]
     check_log(log)
     check_receipt(run, seen)
+
+
+def test_what_is_asked_is_what_was_forecast(finished: tuple[ScriptedService, Path, str]) -> None:
+    """Without fallbacks: as many episodes as trajectories were written, as many scorings as the service had."""
+    service, run, _ = finished
+    exp: Any = load(run / "spec.json")
+    written = sum(len(read_lines(path)) for path in (run / "trajectories").glob("*.jsonl"))
+    assert written == sum(forecast.episodes(exp).values()) - forecast.episodes(exp)["fallbacks"]
+    assert len(service.scores) == sum(forecast.scorings(exp).values()) - forecast.scorings(exp)["fallbacks"]
 
 
 def check_log(log: str) -> None:
@@ -199,19 +209,24 @@ def test_a_table_that_is_not_there_is_named(run_spec: Any, scripted: Any, tmp_pa
 
 
 def test_the_price_before_a_run_is_counted_by_hand(tmp_path: Path) -> None:
-    """The full protocol: 785 + 120 episodes of 12 turns, growing evenly from the prompt to the most they may have."""
+    """The full protocol: 789 + 120 episodes of 12 turns, growing evenly from the prompt to the most they may have.
+
+    One arm of two has a teacher, which scores an episode of the probe, twice those of the forced checks, the
+    timed step, the pilot's, the fallbacks' and 20 steps.
+    """
     from paritygate.experiment.plan.price import tokens_at_most
     from paritygate.experiment.plan.service_obligations import price as proof_price
     from tests.experiment.tiny_spec import ROOT
 
     exp: Any = load(ROOT / "spec" / "sdpo.json")
     used = tokens_at_most(exp, 4291, 11234)
-    episodes = 1 + 16 + 64 + 64 + 640
+    episodes = 1 + 4 + 16 + 64 + 64 + 640
+    scored = 1 + 2 * 4 + 16 + 32 + 64 + 320
     assert used["policy/prefill"] == (
-        episodes * 12 * (4291 + 8192) // 2 + 120 * 12 * (4291 + 11234) // 2 + 22 * 16 * (2 * 8192 - 4291)
+        episodes * 12 * (4291 + 8192) // 2 + 120 * 12 * (4291 + 11234) // 2 + scored * (2 * 8192 - 4291)
     )
     assert used["policy/sampled"] == episodes * (8192 - 4291) + 120 * 12 * 512
-    assert used["policy/trained"] == (2 * 22 + 4 + 1) * 16 * 8192
+    assert used["policy/trained"] == ((2 * 22 + 4 + 1) * 16 + 2) * 8192
     assert used["proof/trained"] == proof_price(exp)[1]
     assert used["saved_states"] == 2 * (2 * 22 + 4 + 1) + 2 + 3 + 8
     assert used["user/prefill"] == (episodes + 120) * 13 * (700 + 12 * (512 + 256) // 2)

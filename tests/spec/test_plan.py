@@ -27,6 +27,7 @@ def experiment(tmp_path: Path, **protocol: Any) -> Experiment:
 def test_episodes_of_the_full_protocol(tmp_path: Path):
     assert forecast.episodes(experiment(tmp_path)) == {
         "probe": 1,
+        "forced checks": 4,
         "timing pilot": 16,
         "activation pilot": 2 * 2 * 16,
         "fallbacks": 4 * 16,
@@ -46,6 +47,7 @@ def test_only_arms_with_a_teacher_score_one(tmp_path: Path):
     rows = {row.what: row.times for row in forecast.asked(experiment(tmp_path))}
     assert rows["sdpo_token: teacher scorings"] == 320
     assert "grpo: teacher scorings" not in rows
+    assert rows["teacher scorings of the same"] == 1 + 2 * 4 + 16 + 2 * 16 + 4 * 16  # probe, checks, pilots, fallbacks
 
 
 @pytest.mark.parametrize(("turns", "tokens", "fits"), [(12, 512, False), (7, 512, True), (12, 256, True)])

@@ -19,6 +19,7 @@ from paritygate.experiment.plan.design import (
 from paritygate.experiment.plan.price import cost_at_most, price_lines
 from paritygate.experiment.protocol import PHASES
 from paritygate.experiment.run.entry_points import require
+from paritygate.experiment.step.gates import wanted
 from paritygate.receipts import require_parity
 from paritygate.spec import Experiment
 
@@ -134,10 +135,7 @@ def _phases(exp: Experiment) -> tuple[str, ...]:
     phases = [phase for phase in PHASES if phase.applies(exp)]
     lines = [f"{position:2}. {phase.name}: {phase.sentence}" for position, phase in enumerate(phases, start=1)]
     for check in exp.activation_gate.checks:
-        bounds = [f">= {check.min:g}"] if check.min is not None else []
-        bounds += [f"<= {check.max:g}"] if check.max is not None else []
-        wanted = " and ".join(bounds) if check.one_of is None else "one of " + ", ".join(check.one_of)
-        lines.append(f"    gate: {check.metric} {wanted}")
+        lines.append(f"    gate: {check.metric} {wanted(check)}")
     return tuple(lines)
 
 

@@ -63,11 +63,26 @@ def episodes(exp: Experiment) -> dict[str, int]:
     arms, pilot = len(exp.arms), exp.protocol.pilot
     return {
         "probe": 1,
+        "forced checks": exp.protocol.rollout.rollouts_per_task,
         "timing pilot": exp.batch_size,
         "activation pilot": arms * pilot.steps * exp.batch_size,
         "fallbacks": pilot.max_fallback_steps * exp.batch_size if pilot.fallbacks else 0,
         "train": arms * exp.steps * exp.batch_size,
         "evaluate": arms * exp.eval.n_examples * exp.eval.rollouts_per_task,
+    }
+
+
+def scorings(exp: Experiment) -> dict[str, int]:
+    """Episodes that a teacher scores, by phase: training exactly, pilots at most (fallbacks included).
+
+    The forced checks score each of theirs twice, whether an arm has a teacher or not.
+    """
+    taught, by_phase = sum(arm.needs_teacher for arm in exp.arms), episodes(exp)
+    pilots = ("probe", "timing pilot", "fallbacks")
+    return {
+        "forced checks": 2 * by_phase["forced checks"],
+        **{phase: by_phase[phase] if taught else 0 for phase in pilots},
+        **{phase: by_phase[phase] // len(exp.arms) * taught for phase in ("activation pilot", "train")},
     }
 
 
@@ -93,7 +108,9 @@ def asked(exp: Experiment) -> tuple[Asked, ...]:
         held_out = exp.eval.n_examples * exp.eval.rollouts_per_task
         rows.append(Asked(f"{arm.name}: evaluation episodes", exp.base_model, held_out))
     rest = total - by_phase["train"] - by_phase["evaluate"]
-    rows.append(Asked("episodes of probe, pilots and fallbacks", exp.base_model, rest, at_most=True))
+    rows.append(Asked("episodes of probe, checks, pilots and fallbacks", exp.base_model, rest, at_most=True))
+    scored = sum(scorings(exp).values()) - scorings(exp)["train"]
+    rows.append(Asked("teacher scorings of the same", exp.base_model, scored, at_most=True))
     rows.append(Asked("agent turns", exp.base_model, total * rollout.max_turns, at_most=True))
     tokens = total * rollout.max_turns * rollout.max_tokens_per_turn
     rows.append(Asked("sampled agent tokens", exp.base_model, tokens, at_most=True))

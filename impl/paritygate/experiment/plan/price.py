@@ -19,7 +19,7 @@ def tokens_at_most(exp: Experiment, prompt: int, longest: int) -> Usage:
 
     prompt: tokens before an episode; it grows evenly from there to max_seq_len, or, in the evaluation, to `longest`.
     Every request counts whole, as if a service cached nothing. The judge is asked once an episode. The tokens of the
-    service's proof, of all kinds, count as trained ones.
+    service's proof, of all kinds, count as trained ones. The restoration preflight's few hundred are left out.
     """
     rollout, protocol = exp.protocol.rollout, exp.protocol
     by_phase = forecast.episodes(exp)
@@ -34,11 +34,17 @@ def tokens_at_most(exp: Experiment, prompt: int, longest: int) -> Usage:
     used[key("policy", "prefill")] += evaluated * turns * (prompt + longest) // 2
     used[key("policy", "sampled")] += (total - evaluated) * sampled(most) + evaluated * sampled(longest)
     steps = exp.steps + protocol.pilot.steps
+    scored = sum(forecast.scorings(exp).values())
+    taught = 2 * most - prompt  # a context with a sibling as long as the episode that it stands before
+    used[key("policy", "prefill")] += scored * (taught + most * (protocol.advantage.student == "recomputed"))
     for arm in exp.arms:
-        if arm.needs_teacher:  # a context with a sibling as long as the episode that it stands before
-            used[key("policy", "prefill")] += steps * exp.batch_size * (2 * most - prompt)
+        if arm.kind == "sdpo_logit":  # its top k under the student, and the same ids under the teacher
+            used[key("policy", "prefill")] += (steps * exp.batch_size + 1) * (most + taught)
     fallbacks = protocol.pilot.max_fallback_steps if protocol.pilot.fallbacks else 0
     used[key("policy", "trained")] += (len(exp.arms) * steps + fallbacks + 1) * exp.batch_size * most
+    used[key("policy", "trained")] += len(exp.arms) * most  # of the probe
+    if protocol.warm_start is not None:
+        used[key("policy", "trained")] += protocol.warm_start.tasks.count * protocol.warm_start.epochs * most
     used[key("proof", "trained")] += proof_price(exp)[1]
     used[SAVED] = 2 * (len(exp.arms) * steps + fallbacks + 1) + len(exp.arms) + 3 + PROOF_STATES
     if protocol.user.kind == "model":

@@ -31,7 +31,7 @@ def check_gate(check: GateCheck, measured: Any) -> GateResult:
         number = isinstance(measured, int | float) and not isinstance(measured, bool) and not math.isnan(measured)
         above = number and (check.min is None or measured >= check.min)
         passed = above and (check.max is None or measured <= check.max)
-    return GateResult(check.metric, _asked(check), measured, passed)
+    return GateResult(check.metric, wanted(check), measured, passed)
 
 
 def check_gates(checks: Sequence[GateCheck], measured: Mapping[str, Any]) -> list[GateResult]:
@@ -44,7 +44,8 @@ def failures(results: Sequence[GateResult]) -> list[GateResult]:
     return [result for result in results if not result.passed]
 
 
-def _asked(check: GateCheck) -> str:
+def wanted(check: GateCheck) -> str:
+    """What a check asks for, in words."""
     if check.one_of is not None:
         return "one of " + ", ".join(check.one_of)
     bounds = [f">= {check.min:g}"] if check.min is not None else []
