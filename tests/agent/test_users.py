@@ -155,6 +155,13 @@ def test_a_fault_ends_the_episode_which_is_counted_and_never_trained_on(renderer
     assert trajectory.user_retries == 3
 
 
+def test_every_reply_and_every_try_has_a_seed_of_its_own(renderers):
+    user, says = model_user(renderers["chatml"], ["Hi.", "", "And?", "Bye."])
+    for heard in (None, "Hello.", "What?"):
+        asyncio.run(user.reply(heard))
+    assert len(set(says.seeds)) == len(says.seeds) == 4
+
+
 def said_by_user(trajectory):
     return [m["content"] for m in trajectory.messages if m["role"] == "user"]
 

@@ -215,7 +215,7 @@ def test_the_price_before_a_run_is_counted_by_hand(tmp_path: Path) -> None:
     timed step, the pilot's, the fallbacks' and 20 steps.
     """
     from paritygate.experiment.plan.price import tokens_at_most
-    from paritygate.experiment.plan.service_obligations import price as proof_price
+    from paritygate.experiment.plan.service_obligations import stands_on
     from tests.experiment.tiny_spec import ROOT
 
     exp: Any = load(ROOT / "spec" / "sdpo.json")
@@ -227,7 +227,7 @@ def test_the_price_before_a_run_is_counted_by_hand(tmp_path: Path) -> None:
     )
     assert used["policy/sampled"] == episodes * (8192 - 4291) + 120 * 12 * 512
     assert used["policy/trained"] == ((2 * 22 + 4 + 1) * 16 + 2) * 8192
-    assert used["proof/trained"] == proof_price(exp)[1]
+    assert used["proof/trained"] == 2700 + sum(entry.tokens for entry in stands_on(exp).entries)
     assert used["saved_states"] == 2 * (2 * 22 + 4 + 1) + 2 + 3 + 8
     assert used["user/prefill"] == (episodes + 120) * 13 * (700 + 12 * (512 + 256) // 2)
     assert used["user/sampled"] == (episodes + 120) * 13 * 256

@@ -58,11 +58,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     obligations = spec.load(args.obligations).only(args.only)
-    calls, tokens = (sum(getattr(entry, what) for entry in obligations.entries) for what in ("calls", "tokens"))
+    calls, tokens = obligations.price
     groups = list(dict.fromkeys(entry.group for entry in obligations.entries))
     print(
-        f"{len(obligations.entries)} obligations ({', '.join(groups)}): about {calls + 60} calls and "
-        f"{tokens + 4000} tokens; a call is given {args.limit:g} s.",
+        f"{len(obligations.entries)} obligations ({', '.join(groups)}): about {calls} calls and "
+        f"{tokens} tokens; a call is given {args.limit:g} s.",
         file=sys.stderr,
         flush=True,
     )

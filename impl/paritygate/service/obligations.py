@@ -9,6 +9,9 @@ from typing import Any
 from paritygate.errors import BadInputError
 from paritygate.spec.strict import parse_json, read_plain
 
+PREPARATION = (90, 2700)
+"""Calls and tokens before the first check, about: a warmed state, a calibrated step, the noise."""
+
 
 @dataclass(frozen=True)
 class Obligation:
@@ -42,6 +45,12 @@ class Obligations:
     entries: tuple[Obligation, ...]
     sha256: str
     chosen: tuple[str, ...] = ()
+
+    @property
+    def price(self) -> tuple[int, int]:
+        """Calls and tokens that a proof of these takes, about; preparation included."""
+        calls, tokens = PREPARATION
+        return calls + sum(entry.calls for entry in self.entries), tokens + sum(entry.tokens for entry in self.entries)
 
     def only(self, chosen: Sequence[str]) -> "Obligations":
         """Those whose group or name is among `chosen`, and what they stand on; BadInputError for an unknown one."""

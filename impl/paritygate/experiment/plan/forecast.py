@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paritygate.errors import BadInputError
-from paritygate.experiment.plan.service_obligations import price
+from paritygate.experiment.plan.service_obligations import stands_on
 from paritygate.spec import Experiment
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def asked(exp: Experiment) -> tuple[Asked, ...]:
     rollout, protocol = exp.protocol.rollout, exp.protocol
     by_phase = episodes(exp)
     total, steps = sum(by_phase.values()), exp.steps
-    calls, tokens = price(exp)
+    calls, tokens = stands_on(exp).price
     rows.append(Asked("calls of the service proof, about", exp.base_model, calls))
     rows.append(Asked("tokens of the service proof, about", exp.base_model, tokens))
     if protocol.warm_start is not None:

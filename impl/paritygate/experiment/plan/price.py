@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from paritygate.experiment.plan import forecast
-from paritygate.experiment.plan.service_obligations import price as proof_price
+from paritygate.experiment.plan.service_obligations import stands_on
 from paritygate.experiment.run.account.cost import Cost, cost_of, millions, prices_of
 from paritygate.experiment.run.account.meter import SAVED, Usage, key
 from paritygate.spec import Experiment
@@ -45,7 +45,7 @@ def tokens_at_most(exp: Experiment, prompt: int, longest: int) -> Usage:
     used[key("policy", "trained")] += len(exp.arms) * most  # of the probe
     if protocol.warm_start is not None:
         used[key("policy", "trained")] += protocol.warm_start.tasks.count * protocol.warm_start.epochs * most
-    used[key("proof", "trained")] += proof_price(exp)[1]
+    used[key("proof", "trained")] += stands_on(exp).price[1]
     used[SAVED] = 2 * (len(exp.arms) * steps + fallbacks + 1) + len(exp.arms) + 3 + PROOF_STATES
     if protocol.user.kind == "model":
         message = rollout.max_tokens_per_turn + protocol.user.max_tokens

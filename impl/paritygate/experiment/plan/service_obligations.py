@@ -63,9 +63,3 @@ def stands_on(exp: Experiment) -> Obligations:
 def proof_settings(exp: Experiment) -> dict[str, Any]:
     """What the proof is run with, as its receipt has it: the experiment's rank and betas."""
     return dataclasses.asdict(Settings(rank=exp.lora_rank, draws=DRAWS, beta1=exp.adam.beta1, beta2=exp.adam.beta2))
-
-
-def price(exp: Experiment) -> tuple[int, int]:
-    """Calls and tokens that the proof takes, about; preparation included."""
-    entries = stands_on(exp).entries
-    return sum(entry.calls for entry in entries) + 160, sum(entry.tokens for entry in entries) + 4000
