@@ -15,7 +15,6 @@ from paritygate.errors import BackendError, GateStopped
 from paritygate.experiment.run.journal import read_lines
 from paritygate.receipts import PhaseChain
 from tests.experiment.scaled_spec import brief
-from tests.experiment.test_wiring import collector_of
 from tests.scripted_service import JUDGE, Script, ScriptedService
 
 pytestmark = pytest.mark.usefixtures("lean")
@@ -243,19 +242,6 @@ def test_evaluation_is_bounded_by_the_services_context_and_training_by_the_spec(
     assert 1200 < max(length for length, _ in sequences["evaluate"]) <= 2600
     facts = PhaseChain(tmp_path / "run").record("evaluate")["facts"]
     assert facts["max_seq_len"] == 2600
-
-
-@pytest.mark.parametrize(
-    ("context", "trained", "scored", "evaluated"),
-    [(None, 8192, 8192, 8192), (32768, 8192, 32767, 32768), (8193, 8192, 8192, 8193), (8192, 8191, 8191, 8192)],
-)
-def test_a_context_is_never_overrun(
-    context: int | None, trained: int, scored: int, evaluated: int, tau_bench_dir: Path
-) -> None:
-    """A service refuses what is over its context, the token that a scoring samples included."""
-    collector = collector_of(tau_bench_dir, context_length=context)
-    assert (collector.longest_trained, collector.longest_scored) == (trained, scored)
-    assert collector.longest_evaluated == evaluated
 
 
 def test_a_context_too_short_for_max_seq_len_is_a_deviation(run_spec: Any, scripted: Any, tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def taught(tau_bench_dir: Path, composites: list[float], index: int, reward: flo
 
 @pytest.mark.parametrize(
     ("context_length", "evaluated", "scored", "trained"),
-    [(1000, 1000, 999, 999), (10**6, 10**6, 10**6 - 1, 8192), (None, 8192, 8192, 8192)],
+    [(8192, 8192, 8191, 8191), (8193, 8193, 8192, 8192), (10**6, 10**6, 10**6 - 1, 8192), (None, 8192, 8192, 8192)],
 )
 def test_the_longest_sequence_by_the_context_of_the_service_and_the_spec(
     tau_bench_dir: Path, context_length: int | None, evaluated: int, scored: int, trained: int
@@ -218,6 +218,26 @@ def test_the_student_is_scored_again_under_its_own_context(tau_bench_dir: Path) 
     logprobs = asyncio.run(collector.score_again(cast(Any, scorer), gold))
     assert scorer.scored == [list(gold.tokens)]
     assert logprobs == tuple(-1.0 if bit else None for bit in gold.mask)
+
+
+def test_the_student_is_scored_again_by_the_weights_that_sampled(tau_bench_dir: Path) -> None:
+    """Not by the teacher's, which are others where it is the frozen initial policy."""
+    collector: Any = collector_of(tau_bench_dir, student="recomputed")
+    gold = dataclasses.replace(collector.gold("train", 3), rollout=0)
+    judged = Judged(Judgement(0.5, 0.5, 0.5, rationale=dict.fromkeys(DIMENSIONS, "x")), 1, True)
+    collector.episode, collector.judge = answering(gold), answering(judged)
+    sampler, teacher = Scorer(), Scorer()
+    [group] = asyncio.run(collector.groups("train", 0, [3], sampler, teacher, rollouts=1))
+    assert sampler.scored == [list(gold.tokens)]
+    assert [len(tokens) > len(gold.tokens) for tokens in teacher.scored] == [True]
+    assert group.rollouts[0].teacher.student is not None
+
+
+def answering(value: Any) -> Any:
+    async def answer(*_: Any, **__: Any) -> Any:
+        return value
+
+    return answer
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def unavailable() -> str | None:
 
 
 class _Problem(ctypes.Structure):
-    """`struct Problem` of spod.cpp."""
+    """`struct Problem` of problem.hpp."""
 
     _fields_ = (
         ("dtype", ctypes.c_int32),
