@@ -57,6 +57,7 @@ class Script:
     talkative: bool = False  # the user never stops
     user_fails: Callable[[int], bool] = lambda seed: False  # says not a word
     executed_model: str = POLICY
+    executed_from: int = 0  # the number of the training client from which on the service reports `executed_model`
     context_length: int = 32768
     fails_at: int | None = None  # number of the call, of any kind, that fails
     fails_after: bool = False  # after its effect, as when the answer is lost
@@ -166,7 +167,8 @@ class ScriptedTrainer:
 
     @property
     def base_model(self) -> str:
-        return self.service.script.executed_model
+        script = self.service.script
+        return script.executed_model if self.client > script.executed_from else POLICY
 
     async def forward(self, data: Sequence[Datum], loss_fn: str = "importance_sampling") -> FwdBwd:
         del loss_fn

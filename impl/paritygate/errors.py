@@ -5,6 +5,7 @@ import os
 import re
 from urllib.parse import quote
 
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")  # lone surrogates, too
 SHORTEST = 8  # characters of a key that is a secret: tml-none is taken for one, tml- is not
 JWT = re.compile(r"eyJ[\w-]{6,}\.[\w-]{6,}\.[\w-]*")  # what an SDK may have been given for a key
 _KEYS: set[str] = set()
@@ -16,7 +17,7 @@ class ParityGateError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return redacted(super().__str__())
+        return printable(super().__str__())
 
 
 def remember_key(key: str | None) -> None:
@@ -39,9 +40,14 @@ def redacted(text: str) -> str:
     return JWT.sub("[key]", text)
 
 
+def printable(text: str) -> str:
+    """`text` redacted and in one line: a blank for what would end it, steer a terminal or be no UTF-8."""
+    return redacted(UNPRINTABLE.sub(" ", text))
+
+
 def one_line(text: str, most: int) -> str:
-    """What a service said, as a clause of a sentence: redacted, in one line, of at most `most` characters."""
-    return redacted(" ".join(text.split()))[:most]
+    """What a service said, as a clause of a sentence: printable, of at most `most` characters."""
+    return printable(" ".join(text.split()))[:most]
 
 
 class BadInputError(ParityGateError):

@@ -39,7 +39,7 @@ FAILING: dict[str, Script] = {
     "judge_parse_success_rate": Script(
         judge_says=after_the_probe(lambda seed: "I would say 0.5." if seed % 5 == 0 else None)
     ),
-    "executed_base_model": Script(executed_model="Qwen/Qwen3.5-2B"),
+    "executed_base_model": Script(executed_model="Qwen/Qwen3.5-2B", executed_from=2),
 }
 
 

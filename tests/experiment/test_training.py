@@ -15,7 +15,7 @@ from paritygate.errors import BackendError, GateStopped
 from paritygate.experiment.run.journal import read_lines
 from paritygate.receipts import PhaseChain
 from tests.experiment.scaled_spec import brief
-from tests.scripted_service import JUDGE, Script, ScriptedService
+from tests.scripted_service import JUDGE, POLICY, Script, ScriptedService
 
 pytestmark = pytest.mark.usefixtures("lean")
 
@@ -249,6 +249,20 @@ def test_a_context_too_short_for_max_seq_len_is_a_deviation(run_spec: Any, scrip
     run_spec(brief() | {"max_seq_len": 1200}, until="service_preflight")
     [deviation] = [d for d in read_lines(tmp_path / "run" / "deviations.jsonl") if d["kind"] == "short_context"]
     assert "a context of 1,200 tokens at this service: training ends an episode at 1,199" in deviation["what"]
+
+
+def test_another_model_than_the_specs_ends_the_preflight_and_another_name_of_it_is_a_deviation(
+    run_spec: Any, scripted: Any, tmp_path: Path
+) -> None:
+    """Before anything is sampled: until then only the activation gate saw it, after the warm start and the proof."""
+    service = scripted(ScriptedService(Script(executed_model="Qwen/Qwen3.5-2B")))
+    with pytest.raises(BackendError, match=rf"an adapter of Qwen/Qwen3.5-2B, asked was {POLICY}\.$"):
+        run_spec(brief(), until="service_preflight")
+    assert not service.samples
+    scripted(ScriptedService(Script(executed_model=f"{POLICY}/instruct")))
+    run_spec(brief(), until="service_preflight", output=tmp_path / "alias")
+    [deviation] = [d for d in read_lines(tmp_path / "alias" / "deviations.jsonl") if d["kind"] == "model_name"]
+    assert deviation["what"].startswith(f"the service calls {POLICY} {POLICY}/instruct: ")
 
 
 def test_a_temperature_other_than_1_is_a_deviation(run_spec: Any, scripted: Any, tmp_path: Path) -> None:

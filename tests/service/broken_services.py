@@ -3,24 +3,30 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextmanager
-def answering(status: int = 200, body: bytes = b"{}", kind: str = "application/json") -> Iterator[str]:
-    """Every request has this answer."""
+def answering(
+    status: int = 200,
+    body: bytes = b"{}",
+    kind: str = "application/json",
+    others: Mapping[str, tuple[int, bytes]] | None = None,
+) -> Iterator[str]:
+    """Every request has this answer, but for `others`: the last part of a path -> status and body."""
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             self.rfile.read(length)
-            self.send_response(status)
+            code, data = (others or {}).get(self.path.rsplit("/", 1)[-1], (status, body))
+            self.send_response(code)
             self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(data)
 
         do_GET = do_POST = _answer  # noqa: N815
 
@@ -39,8 +45,8 @@ def answering(status: int = 200, body: bytes = b"{}", kind: str = "application/j
 
 
 @contextmanager
-def accepting(*, closes: bool) -> Iterator[str]:
-    """Connections are taken, and closed at once or never answered."""
+def accepting(*, closes: bool, first: bytes = b"") -> Iterator[str]:
+    """Connections are taken, and closed at once, after these bytes, or never answered."""
     listener = socket.create_server(("127.0.0.1", 0))
     taken: list[socket.socket] = []
 
@@ -52,6 +58,9 @@ def accepting(*, closes: bool) -> Iterator[str]:
                 return
             if closes:
                 time.sleep(0.01)
+                if first:
+                    connection.recv(65536)
+                    connection.sendall(first)
                 connection.close()
             else:
                 taken.append(connection)

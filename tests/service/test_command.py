@@ -127,6 +127,50 @@ def test_services_that_are_none(tmp_path: Path, capsys: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
+SESSION = {
+    "config": (200, b'{"pjwt_auth_enabled": false}'),
+    "create_session": (200, b'{"type": "create_session", "session_id": "s"}'),
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "words"),
+    [
+        ((200, b"null"), 5, "an answer has another shape than tinker"),
+        ((200, b"[1]"), 5, "invalid for expected schema"),
+        ((402, b'{"detail": "no funds"}'), 5, "a matter of billing (HTTP 402: "),
+        ((500, b"oops"), 5, "no answer within 2 s, HTTP 500 was the last failure meanwhile"),
+        (
+            (200, b'{"supported_models": [{"model_name": "a\\nb\\u001b[31m\\u2028"}, {}, {"model_name": "c"}]}'),
+            2,
+            "a b [31m , c.",
+        ),
+        ((200, b'{"supported_models": [{"model_name": "\\ud800x"}]}'), 5, "surrogates not allowed"),
+    ],
+)
+def test_a_list_of_models_that_is_none(
+    answer: tuple[int, bytes], code: int, words: str, tmp_path: Path, capsys: Any
+) -> None:
+    """One sentence without what steers a terminal, and nothing but whole files."""
+    with answering(others={**SESSION, "get_server_capabilities": answer}) as url:
+        options = ["--base-url", url, "--json", str(tmp_path / "p.json"), "--limit", "2", "--quiet"]
+        assert main([*options, "--only", "value/ppo"]) == code
+    out, err = capsys.readouterr()
+    assert words in (last := err.splitlines()[-1])
+    assert last.startswith("paritygate.service: ")
+    assert last.isprintable()
+    assert len(err.splitlines()) == 2  # the price and the sentence
+    assert not out
+    assert {path.name for path in tmp_path.iterdir()} <= {"p.json", "p.html"}
+
+
+def test_an_answer_that_is_no_http_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    with accepting(closes=True, first=b"\x00\xff\x1b[31m\r\nno\r\n\r\n") as url:
+        assert main(["--base-url", url, "--json", str(tmp_path / "p.json")]) == 5
+    assert f"No Tinker service answers at {url} (BadStatusLine: " in (last := sentence(capsys))
+    assert last.isprintable()
+
+
 def test_a_service_that_takes_connections_and_says_nothing(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     from paritygate.service import connection
 
@@ -152,7 +196,7 @@ def test_a_wrong_key_and_a_model_that_is_not_served(
     ("method", "words"),
     [
         ("service.Service.create_session", "this SDK is too old"),
-        ("trainers.Trainers.create", "rank 8 is not served"),
+        ("trainers.Trainers.create", "rank 8 is not served to [key]"),
         ("trainers.Trainers.forward_backward", "loss_fn_config is missing"),
     ],
 )
@@ -163,7 +207,7 @@ def test_what_every_check_starts_with_is_refused(
     from paritygate.server.errors import RequestError
 
     def refuse(*_: object) -> None:
-        raise RequestError(words, 422)
+        raise RequestError(words.replace("[key]", "tml-test"), 422)
 
     monkeypatch.setattr(f"paritygate.server.sessions.{method}", refuse)
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
@@ -332,30 +376,3 @@ def test_ctrl_c_before_anything_is_known(tmp_path: Path) -> None:
     assert proof.returncode == 130
     assert err == "paritygate.service: interrupted; the same command goes on from here.\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_a_proof_repeats_no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-    """A refusal that quotes the key where a text of it is cut: in the table, JSON, page and receipt, which holds."""
-    from paritygate.server.errors import RequestError
-    from paritygate.server.sessions import trainers
-
-    secret, loss_config = "tml-Zq8vN2xW7pL4sD9fG1hJ6kM3", trainers.loss_config
-
-    def refuse(message: Any) -> Any:
-        if message.loss_fn != "cross_entropy":
-            raise RequestError(f"{'no ' * 95}{secret} {secret}", 422)
-        return loss_config(message)
-
-    monkeypatch.setattr(trainers, "loss_config", refuse)
-    monkeypatch.setenv("TINKER_API_KEY", secret)
-    path = tmp_path / "p.json"
-    with server.start("tiny", api_key=secret) as running:
-        assert main(["--base-url", running.base_url, "--json", str(path), "--only", "value/ppo"]) == 0
-    [entry] = json.loads(path.read_text())["obligations"]
-    assert entry["outcome"] == "refused"
-    assert "no no no" in entry["because"]
-    assert "[key]" in entry["because"]
-    receipt.verify(tmp_path / "p.receipt.json")
-    shown = "".join(capsys.readouterr())
-    for text in (shown, *(file.read_text() for file in tmp_path.iterdir())):
-        assert not any(secret[i : i + 5] in text for i in range(4, len(secret) - 4))

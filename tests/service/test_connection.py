@@ -9,6 +9,7 @@ import pytest
 
 from paritygate.errors import BackendError
 from paritygate.service.checks import CHECKS
+from paritygate.service.checks.wire import same_model
 from paritygate.service.client import Datum, Session
 from paritygate.service.connection import Connection, NoAnswer, with_limit
 from paritygate.service.lab import Lab
@@ -107,3 +108,28 @@ def test_a_service_that_stays_busy_ends_the_proof_and_departs_from_nothing() -> 
             with pytest.raises(BackendError, match=r"asks to be left alone .* sample had no answer within 2 s"):
                 sampler.sample((5, 6, 7), 1, max_tokens=50, temperature=1.0, seed=1, stop=[248046])
         assert service.requests["asample"] == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "reported", "same"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B", True),
+        ("tiny", "tiny", True),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3.5-2B", False),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base", False),
+        ("Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", False),
+        ("default", "listed-too", False),
+        ("default", "", False),  # the SDK's get_tokenizer fails
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B/instruct", None),  # the SDK's docs: a variant
+        ("Qwen/Qwen3-8B:fast", "Qwen/Qwen3-8B", None),
+        ("Qwen/Qwen3-8B", "qwen3-8b", None),
+        ("Qwen/Qwen3-8B", "mirror/Qwen3-8B", None),
+        ("Qwen/Qwen3-8B", "/models/Qwen3-8B/", None),
+        ("Qwen/Qwen3-8B", "/cache/models--Qwen--Qwen3-8B/snapshots/0123abc", None),
+        ("Qwen/Qwen3-8B", "/models/policy", None),
+        ("default", "Qwen/Qwen3-8B", None),  # a service's own name for it
+        ("/models/Qwen3-8B", "Qwen/Qwen3-8B", None),
+    ],
+)
+def test_whether_a_reported_name_is_that_of_another_model(asked: str, reported: str, same: bool | None) -> None:
+    assert same_model(asked, reported, [asked, "listed-too"]) is same

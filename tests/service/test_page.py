@@ -5,7 +5,7 @@ The mistakes are put into the embedded server of this process, each for one test
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -14,14 +14,16 @@ import torch
 from paritygate.server.engine import loop
 from paritygate.server.engine.losses import LossInputs
 from paritygate.server.engine.training import AdamParams, Datum, Pass
+from paritygate.server.errors import RequestError
 from paritygate.server.model.lora import Adapter, LoraSpec
 from paritygate.server.sessions import trainers
 from paritygate.server.wire import training as wire
+from paritygate.service import receipt
 from paritygate.service.checks import CHECKS
 from paritygate.service.lab import Lab
 from paritygate.service.obligations import load
 from paritygate.service.outcome import judge
-from paritygate.service.report import Report, page
+from paritygate.service.report import Report, page, table
 from paritygate.service.runner import Result, run_one
 from tests.counts import SOAK
 
@@ -199,3 +201,24 @@ def test_a_hidden_top_k_is_the_cause_of_what_stands_on_draws(lab: Lab, monkeypat
     assert "hit 50 different tokens" in rows["sampling/distribution"][2]
     assert rows["sampling/top_p"][1] == "undecided"
     assert rows["sampling/top_p"][2].endswith("it stands on sampling/distribution, which departs")
+
+
+def test_a_key_that_is_quoted_in_a_refusal_is_in_nothing_that_is_written(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a part of it, where the text is cut in its middle."""
+    key = str(lab.connection.api_key)
+
+    def refuse(_: Any) -> Any:
+        raise RequestError(f"{'no ' * 95}{key} {key}", 422)
+
+    monkeypatch.setattr(trainers, "loss_config", refuse)
+    asked = load().only(["value/ppo"])
+    result = run_one(lab, asked.entries[0], {})
+    assert result.outcome == "refused"
+    assert "no no [key]" in result.because
+    report = Report("http://127.0.0.1:8000", "m", ["m"], "0.38.0", asked.sha256, {}, asdict(lab.noise))
+    report.settings, report.results, report.time = asdict(lab.settings), [result], "2026-12-01T00:00:00+00:00"
+    for text in (table([result]), page(report, asked), str(report.to_json()), str(receipt.receipt(report, asked))):
+        assert "no no" in text
+        assert not any(key[i : i + 5] in text for i in range(4, len(key) - 4))

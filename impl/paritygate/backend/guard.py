@@ -54,7 +54,7 @@ async def probe(base_url: str, api_key: str, *, tries: int = 2, seconds: float =
                         status = other if other in (200, 401, 402, 403) else status
             except Exception as error:  # of httpx, of what lies below it, or of an address that is none
                 first = next(cause for cause in causes(error) if not isinstance(cause, BaseExceptionGroup))
-                reason = f"{type(first).__name__}: {first}" if str(first) else type(first).__name__
+                reason = one_line(f"{type(first).__name__}: {first}", 200).removesuffix(": ")
                 nobody = any(isinstance(cause, ConnectionRefusedError) for cause in causes(error))
             else:
                 nobody = False

@@ -66,18 +66,20 @@ class PatientAuth(AuthTokenProvider):
             await flow.aclose()
 
 
-def be_patient(holder: Any, not_before: dict[str, float]) -> None:
-    """Let what an SDK's open session (tinker 0.18 to 0.38) asks for from now on keep Retry-After.
+def be_patient(holder: Any, not_before: dict[str, float], heard: Heard = lambda status, detail: None) -> None:
+    """Let what an SDK's open session (tinker 0.18 to 0.38) asks for from now on keep Retry-After; heard: `PatientAuth`.
 
     What opens a session is repeated by the SDK's HTTP layer, which keeps it by itself.
     """
     find = holder._get_client_connection_pool
+    if find.__name__ == "patient":
+        return  # it is, already
 
     def patient(kind: Any) -> Any:
         pool = find(kind)
         options = pool._constructor_kwargs
         if not isinstance(options["_auth"], PatientAuth):
-            options["_auth"] = PatientAuth(options["_auth"], not_before)
+            options["_auth"] = PatientAuth(options["_auth"], not_before, heard)
         return pool
 
     holder._get_client_connection_pool = patient

@@ -48,8 +48,8 @@ class Trainer:
 
     @property
     def base_model(self) -> str:
-        """The model name that the service reports for this client."""
-        return str(self._client.get_info().model_data.model_name)
+        """The model name that the service reports for this client; empty where it reports none."""
+        return str(self._client.get_info().model_data.model_name or "")
 
     @property
     def rank(self) -> int | None:

@@ -5,13 +5,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paritygate.service.connection import Broken, Connection, NoAnswer, Refusal, is_future, with_limit
-from paritygate.service.journal import number, numbers
+from paritygate.service.journal import PathCode, number, numbers
 
 T = TypeVar("T")
 Array = NDArray[np.float64]
@@ -97,11 +97,7 @@ class Session:
             return service, service.holder  # the session itself is opened by the first use of the holder
 
         self.service, holder = connection.call("opening a session", open_it)
-        from paritygate.backend.retry_after import be_patient  # imports the SDK
-
-        be_patient(holder, connection.not_before)
-        # Newer SDKs wait for minutes, without a word, where an account is without means (402): it is said at once.
-        holder._should_pause_on_billing = lambda status, detail: False
+        self._watch(holder)
 
     def __enter__(self) -> "Session":
         return self
@@ -119,10 +115,29 @@ class Session:
             with contextlib.suppress(Exception):
                 with_limit("unload_model", lambda client=client: _unload(client), 5.0)
 
+    def _watch(self, holder: Any) -> None:
+        from paritygate.backend.retry_after import be_patient  # imports the SDK
+
+        be_patient(holder, self.connection.not_before, self.connection.heard)
+        # Newer SDKs wait for minutes, without a word, where an account is without means (402): it is said at once.
+        holder._should_pause_on_billing = lambda status, detail: False
+
+    def _rest(self) -> Any:
+        """The client that lists and deletes; in newer SDKs it has a holder of its own, made at its first use."""
+        make = getattr(self.service, "_get_rest_holder", None)
+        if make is not None:
+            self._watch(make())
+        return quietly(self.service.create_rest_client)
+
     def models(self) -> dict[str, int | None]:
         """The names that the service reports, each with its context in tokens where that is reported."""
+
         # Newer SDKs have it in RestClient, older ones only here.
-        answer = self.connection.call("get_server_capabilities", lambda: quietly(self.service.get_server_capabilities))
+        def ask() -> Any:
+            self._rest()
+            return quietly(self.service.get_server_capabilities)
+
+        answer = self.connection.call("get_server_capabilities", ask)
         return {
             str(model.model_name): getattr(model, "max_context_length", None)
             for model in answer.supported_models
@@ -131,14 +146,15 @@ class Session:
 
     def checkpoints(self, trainer: "Trainer") -> int:
         """How many checkpoints the service lists for a training client."""
-        rest = quietly(self.service.create_rest_client)
-        answer = self.connection.call("list_checkpoints", lambda: rest.list_checkpoints(trainer.client.model_id))
+        answer = self.connection.call(
+            "list_checkpoints", lambda: self._rest().list_checkpoints(trainer.client.model_id)
+        )
         return len(answer.checkpoints)
 
     def delete_saved(self) -> None:
         """Delete every checkpoint of this proof; a service that cannot keeps them."""
         with contextlib.suppress(Exception):
-            rest = quietly(self.service.create_rest_client)
+            rest = self._rest()
             while self.connection.saved:
                 path = self.connection.saved.pop()
                 with_limit("deleting", lambda path=path: rest.delete_checkpoint_from_tinker_path(path), 5.0)
@@ -174,20 +190,6 @@ class Session:
             "create_sampling_client", lambda: self.service.create_sampling_client(**arguments, **_no_retries())
         )
         return Sampler(self.connection, client, name)
-
-
-class PathCode:
-    """Which variable of the program holds a saved path: another run's path would be another one."""
-
-    _names: ClassVar[dict[str, str]] = {}
-
-    @classmethod
-    def of(cls, path: str) -> str:
-        return cls._names.get(path, repr(path))
-
-    @classmethod
-    def remember(cls, path: str, name: str) -> None:
-        cls._names[path] = name
 
 
 def _unload(client: Any) -> None:

@@ -48,8 +48,9 @@ class Lost(Broken):
 class NoAnswer(Exception):  # noqa: N818
     """No answer within our limit."""
 
-    def __init__(self, what: str, seconds: float) -> None:
-        super().__init__(f"{what}: no answer within {seconds:g} s")
+    def __init__(self, what: str, seconds: float, status: int = 0) -> None:
+        seen = f", HTTP {status} was the last failure meanwhile" if status else ""
+        super().__init__(f"{what}: no answer within {seconds:g} s{seen}")
 
 
 class Usage:
@@ -94,6 +95,7 @@ class Connection:
     saved: list[str] = field(default_factory=list[str])
     limits_states: bool = True  # whether the service takes a time limit for what it saves, until it shows not
     not_before: dict[str, float] = field(default_factory=dict[str, float])  # by path: when it may be asked again
+    failed: tuple[float, int] = (0.0, 0)  # when, and with which HTTP status, a request failed last
 
     def __post_init__(self) -> None:
         remember_key(self.api_key)
@@ -107,6 +109,11 @@ class Connection:
     def patience(self) -> float:
         """The limit of a call that the whole limit was given before: 20 times what the slowest good one took."""
         return min(self.limit, max(20.0, 20 * self.slowest))
+
+    def heard(self, status: int, _: str = "") -> None:
+        """Note the status of any answer, from any thread: the SDK repeats what failed, and does not say why."""
+        if status >= 400 and status != 408:  # which says that an answer is not there yet
+            self.failed = (time.monotonic(), status)
 
     def probe(self, seconds: float | None = None) -> None:
         """GET healthz without the SDK, which would block; BackendError in one sentence when nobody answers there.
@@ -139,6 +146,8 @@ class Connection:
                     f"{self.base_url} answers its health check and nothing else: {self.silent} calls in a row were "
                     f"without an answer for {seconds:g} s, the last was {what}."
                 ) from None
+            if self.failed[0] > started:
+                raise NoAnswer(what, seconds, self.failed[1]) from None
             raise
         except BackendError:
             raise
@@ -207,9 +216,9 @@ def probe(base_url: str, api_key: str | None, seconds: float = 10.0) -> None:
             reason = f"GET {url} had no answer within {seconds / 2:g} s"
         except (OSError, ValueError, urllib.error.URLError) as error:
             cause = getattr(error, "reason", error)
-            reason = f"{cause}" if str(cause) else type(error).__name__
+            reason = one_line(str(cause), 200) or type(error).__name__
         except Exception as error:  # of http.client: an answer that is no HTTP
-            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            reason = one_line(f"{type(error).__name__}: {error}", 200).removesuffix(":")
         else:
             if b"<html" in body[:500].lower() or b"<!doctype" in body[:500].lower():
                 reason = f"GET {url} answers with an HTML page"
@@ -333,7 +342,7 @@ def _classified(what: str, error: Exception) -> Exception:
         return Broken(text)
     if isinstance(error, ValueError | TypeError | AssertionError | NotImplementedError | KeyError):
         return Refusal(text, by_sdk=True)
-    return Broken(text)
+    return Broken(f"{what}: an answer that the SDK cannot read ({type(error).__name__}: {_one_line(error)})")
 
 
 def _of_status(code: int, text: str, detail: str) -> Exception:

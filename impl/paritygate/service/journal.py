@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ClassVar
 
 PREFACE = """\
 # {seen}
@@ -122,3 +122,17 @@ def numbers(values: Any) -> str:
     if isinstance(values, Sequence) or hasattr(values, "__iter__"):
         return "[" + ", ".join(numbers(value) for value in values) + "]"
     return str(int(values)) if float(values).is_integer() and abs(values) < 1e9 else number(float(values))
+
+
+class PathCode:
+    """Which variable of the program holds a saved path: another run's path would be another one."""
+
+    _names: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def of(cls, path: str) -> str:
+        return cls._names.get(path, repr(path))
+
+    @classmethod
+    def remember(cls, path: str, name: str) -> None:
+        cls._names[path] = name

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
 from paritygate.address import checked_url
-from paritygate.errors import BadInputError, redacted
+from paritygate.errors import BadInputError, printable
 from paritygate.service.connection import Connection, Usage
 from paritygate.service.lab import Lab, Settings
 from paritygate.service.obligations import Obligations
@@ -46,7 +46,7 @@ def prove_at(
     report = Report(
         url,
         connection.model,
-        [redacted(name) for name in models],
+        [printable(name) for name in models],
         sdk,
         obligations.sha256,
         asdict(settings),

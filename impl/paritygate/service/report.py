@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from paritygate.errors import BadInputError
+from paritygate.errors import BadInputError, printable
 from paritygate.service.obligations import Obligations
 from paritygate.service.runner import Result, outcomes
 from paritygate.spec.strict import parse_json, read_plain
@@ -73,11 +73,13 @@ def write(path: Path, text: str) -> None:
     """Write so that `path` is whole or as it was before; BadInputError where that cannot be."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # a name may be no Unicode text
         os.replace(temporary, path)
     except OSError as error:
         error.filename = str(path)
         raise BadInputError(f"{path} cannot be written ({error.strerror}).") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_writable(path: Path) -> None:
@@ -135,8 +137,9 @@ def table(results: Sequence[Result]) -> str:
 def summary(report: Report) -> str:
     """One sentence for the end of a run."""
     counts = outcomes(report.results)
+    model = printable(report.model)
     departed = [result.name for result in report.results if result.outcome == "departs"]
-    head = f"{report.endpoint} ({report.model}, SDK {report.sdk}): "
+    head = f"{report.endpoint} ({model}, SDK {report.sdk}): "
     if departed:
         return head + f"{len(departed)} of {len(report.results)} obligations depart: {', '.join(departed)}."
     return (

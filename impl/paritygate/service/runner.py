@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from paritygate.errors import BackendError, BadInputError, redacted
+from paritygate.errors import BackendError, BadInputError, printable, redacted
 from paritygate.service.checks import CHECKS, Check
 from paritygate.service.connection import ANSWERS, Broken, Lost, NoAnswer, Refusal
 from paritygate.service.lab import Lab, measure_noise
@@ -14,6 +14,7 @@ from paritygate.service.obligations import Obligation, Obligations
 from paritygate.service.outcome import OUTCOMES, Outcome, Undecided, judge
 
 T = TypeVar("T")
+SHAPE = (ValueError, IndexError, KeyError, TypeError, AttributeError)  # of what reads an answer of another shape
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Result:
     program: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "because", redacted(self.because))  # what a service said is in it
+        object.__setattr__(self, "because", printable(self.because))  # what a service said is in it
         object.__setattr__(self, "program", self.program and redacted(self.program))
 
     def to_json(self) -> dict[str, Any]:
@@ -54,9 +55,14 @@ def _in_one_sentence(lab: Lab) -> Generator[None]:
         raise BackendError(
             f"{lab.connection.base_url} fails at what every check starts with: {_ended(error)}"
         ) from error
+    except SHAPE as error:
+        raise BackendError(
+            f"{lab.connection.base_url} fails at what every check starts with: an answer has another shape than "
+            f"tinker {version('tinker')} reads ({type(error).__name__}: {_ended(error)[:-1]})."
+        ) from error
 
 
-def _ended(error: Exception) -> str:
+def _ended(error: Exception | str) -> str:
     """What was said, with one full stop."""
     return f"{str(error).rstrip('.')}."
 
@@ -103,7 +109,7 @@ def prove(
         results[entry.name] = result
         report(result)
     if lab.unusable and not any(result.outcome == "departs" for result in results.values()):
-        raise BackendError(f"{lab.connection.base_url} cannot be proved: {lab.unusable}.")
+        raise BackendError(f"{lab.connection.base_url} cannot be proved: {_ended(lab.unusable)}")
     return list(results.values())
 
 
@@ -146,7 +152,7 @@ def _attempt(lab: Lab, entry: Obligation, check: Check) -> Result:
 
     try:
         measured = answered(lab, lambda: check(lab))
-    except (Undecided, ValueError, IndexError, KeyError, TypeError) as error:
+    except (Undecided, *SHAPE) as error:
         because = str(error)
         if not isinstance(error, Undecided):  # answers of another shape than the check expects
             because = f"the check fails at the answers ({type(error).__name__}: {error}); please report it"

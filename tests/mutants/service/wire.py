@@ -43,6 +43,16 @@ MUTANTS = (
         "rank=32,",
     ),
     Mutant(
+        "first-model-whatever-was-asked",
+        "an adapter is made of the first model that is served (row 48)",
+        "wire/models",
+        "server/sessions/service.py",
+        """                "model_name": self.model_name,
+""",
+        """                "model_name": "paritygate/the-first",
+""",
+    ),
+    Mutant(
         "no-loss-sum",
         "the metric is called loss:avg, or is missing (rows 41, 91)",
         "wire/loss_sum",

@@ -21,10 +21,36 @@ def models(lab: Lab) -> Measured:
     listed = list(lab.long.models())
     with lab.session() as session:
         info = session.create(rank, seed=1).info()
-    name = str(info.model_data.model_name)
-    wrong = (model not in listed) + (name != model) + (info.lora_rank not in (None, rank))
-    because = f"listed: {listed}; a client for {model} with rank {rank} reports {name} with rank {info.lora_rank}"
+    name = info.model_data.model_name or ""
+    same = same_model(model, name, listed)
+    wrong = (model not in listed) + (same is False) + (info.lora_rank not in (None, rank))
+    because = f"listed: {listed}; a client for {model} with rank {rank} reports {name!r} with rank {info.lora_rank}"
+    if same is None and not wrong:
+        raise Undecided(f"{because}; whether both names are one model's, names do not tell")
     return Measured(float(wrong), because)
+
+
+def same_model(asked: str, reported: str, listed: Sequence[str] = ()) -> bool | None:
+    """Whether a client that was made for the model `asked` and reports `reported` is of it; None: names cannot tell.
+
+    The SDK (0.38.0) calls what a client reports its base model and loads its tokenizer, of `owner/model/variant` and
+    `name:suffix` that of the model; services call a model by a folder, too, or by a name of their own. Another model is
+    one that the service lists beside, or one with another name where both names are an owner's.
+    """
+    if asked == reported:
+        return True
+    (name, parts), (other, other_parts) = _model_of(asked), _model_of(reported)
+    if name in other_parts or other in parts:
+        return None
+    both = all("/" in one and not one.startswith(("/", "~", ".")) for one in (asked, reported))
+    return False if reported in listed or both or not reported else None
+
+
+def _model_of(name: str) -> tuple[str, list[str]]:
+    """The model in a name, as qwen3-8b in Qwen/Qwen3-8B/fast, and the parts that the name or folder has."""
+    whole = name.partition(":")[0].rstrip("/").lower()
+    parts = [part for part in whole.replace("--", "/").split("/") if part]
+    return (parts[1] if len(parts) == 3 and not whole.startswith("/") else parts[-1]) if parts else "", parts
 
 
 def verbs(lab: Lab) -> Measured:

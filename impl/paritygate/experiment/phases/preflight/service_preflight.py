@@ -1,6 +1,7 @@
 """Is the service there, does it serve what the spec asks, and does one trajectory go all the way through it?"""
 
 import importlib.metadata
+from collections.abc import Mapping
 
 from paritygate.agent.judge import Judged
 from paritygate.agent.rollouts import flat
@@ -15,6 +16,7 @@ from paritygate.experiment.run.trajectories import write_trajectories
 from paritygate.experiment.step.batch import make_batch
 from paritygate.experiment.step.collector import Collector
 from paritygate.experiment.step.nonfinite import refuse_nonfinite
+from paritygate.service.checks.wire import same_model
 from paritygate.spec.experiment import Arm
 
 PHASE = "service_preflight"
@@ -63,6 +65,7 @@ async def _probe(state: State, collector: Collector, facts: Record) -> str:
     measure, adam = state.timings.measure, state.exp.adam
     with measure(PHASE, what="clients"):
         trainers = {arm.name: await new_client(state, arm) for arm in state.exp.arms}
+        await _require_made(state, trainers)
         sampler = await trainers[state.exp.arms[0].name].snapshot(PHASE)
     with measure(PHASE, what="episode"):
         state.progress.update("one episode")
@@ -74,11 +77,6 @@ async def _probe(state: State, collector: Collector, facts: Record) -> str:
     path = write_trajectories(state.directory, PHASE, [rollout])
     if rollout.judged.judgement is None:
         raise BackendError(_no_judgement(state, rollout.judged))
-    for name, trainer in trainers.items():
-        if trainer.rank not in (None, state.exp.lora_rank):
-            raise BackendError(
-                f"the service made {name} a LoRA of rank {trainer.rank}, asked was {state.exp.lora_rank}."
-            )
     for arm in state.exp.arms:
         state.progress.update(f"training with {arm.name}")
         with measure(PHASE, what="forward_backward", arm=arm.name):
@@ -97,6 +95,26 @@ async def _probe(state: State, collector: Collector, facts: Record) -> str:
         "judge_tries": rollout.judged.tries,
     }
     return path
+
+
+async def _require_made(state: State, trainers: Mapping[str, Trainer]) -> None:
+    """BackendError unless each client is of the spec's model and rank, as reported; an alias is a deviation."""
+    models = (await state.backend()).models
+    for name, trainer in trainers.items():
+        reported = trainer.base_model
+        same = same_model(state.exp.base_model, reported, models)
+        if same is False:
+            raise BackendError(
+                f"the service made {name} an adapter of {reported or 'a model without a name'}, asked was "
+                f"{state.exp.base_model}."
+            )
+        if same is None:
+            what = f"the service calls {state.exp.base_model} {reported}: names do not tell whether that is one model"
+            state.deviation(PHASE, "model_name", what)
+        if trainer.rank not in (None, state.exp.lora_rank):
+            raise BackendError(
+                f"the service made {name} a LoRA of rank {trainer.rank}, asked was {state.exp.lora_rank}."
+            )
 
 
 def _no_judgement(state: State, judged: Judged) -> str:
