@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from paritygate.server.model import products
-from paritygate.server.model.attention import Span, cached
+from paritygate.server.model.attention import PlainAttention, Span, cached
 from paritygate.server.model.cache import Sequence
 from paritygate.server.model.layers import Layers
-from paritygate.server.model.lora import BASE
+from paritygate.server.model.lora import BASE, Adapter
 from paritygate.server.model.network import Network
 from paritygate.server.model.products import available, use_threads
 from tests.server.engine.plain import moved_adapter
@@ -90,6 +90,48 @@ def test_the_last_layer_is_computed_for_the_rows_that_are_read(model: Network) -
         got, written = passed(model, fused, read_from=(70, 40, 38))
         assert torch.equal(got, want[[0, 69, 70]])
         assert all(torch.equal(a, b) for a, b in zip(written, caches, strict=True))
+
+
+def trained(network: Network, fused: Layers | None, adapter: Adapter) -> tuple[Tensor, list[Tensor]]:
+    """Hidden states and the adapter's gradients of sequences that begin with the same five rows; one adds none."""
+    attention = PlainAttention(5, [70, 3, 0, 40])
+    places = [torch.arange(5), *(torch.arange(5, 5 + rest) for rest in (70, 3, 40))]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(network.shape.vocabulary, (118,), generator=generator)
+    network._fused = fused
+    with network.routed([(0, 118, adapter)], attention):
+        hidden = network.forward(tokens, torch.cat(places))
+        into = torch.randn(hidden.shape, generator=generator)
+        parameters = [p for name, p in adapter.parameters() if "unembed" not in name]
+        return hidden.detach(), list(torch.autograd.grad(hidden, parameters, into))
+
+
+@pytest.mark.parametrize("kinds", [{}, {"mlp": False}])
+def test_a_training_pass_is_that_of_the_modules(model: Network, kinds: dict[str, bool]) -> None:
+    """Hidden states bit for bit, gradients to float32's rounding; threads move no bit of either."""
+    fused, adapter = model._fused, moved_adapter(model, **kinds)
+    assert fused is not None
+    want, gradients = trained(model, None, adapter)
+    got, ours = trained(model, fused, adapter)
+    assert torch.equal(got, want)
+    for a, b in zip(ours, gradients, strict=True):
+        assert float((a - b).abs().max()) <= 5e-6 * float(b.abs().max())
+    use_threads(3, torch.float32)
+    again, others = trained(model, fused, adapter)
+    use_threads(1, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip([again, *others], [got, *ours], strict=True))
+
+
+def test_a_training_pass_goes_back_once(tmp_path: Path) -> None:
+    """What it kept is overwritten: a second time would give other gradients, silently."""
+    network = llama(tmp_path)
+    adapter = moved_adapter(network)
+    with network.routed([(0, 3, adapter)], PlainAttention(0, [3])):
+        hidden = network.forward(torch.arange(3), torch.arange(3))
+    parameter = next(p for name, p in adapter.parameters() if "unembed" not in name)
+    torch.autograd.grad(hidden.sum(), parameter, retain_graph=True)
+    with pytest.raises(AssertionError, match="once"):
+        torch.autograd.grad(hidden.sum(), parameter)
 
 
 def test_layers_that_the_kernels_do_not_know_stay_modules(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from paritygate.server.engine.losses import LossInputs
 from paritygate.server.engine.training import AdamParams, Datum, Packing, Pass, adam_step
 from paritygate.server.errors import RequestError
 from paritygate.server.model import sources
+from paritygate.server.model.layers import Layers
 from paritygate.server.model.lora import LoraLinear
 from paritygate.server.model.network import Network
 from tests.server.engine.plain import leaves_of, merged_logprobs, moved_adapter, plain_model, random_datum
@@ -167,6 +168,7 @@ def test_weights_in_bfloat16_are_rounded_and_nothing_else_is() -> None:
         layer.__init__(layer.weight.bfloat16().float(), layer.bias)
     for parameter in wide.model.parameters():
         parameter.data = parameter.data.bfloat16().float()
+    wide._fused = Layers.of(wide.body, torch.float32)  # it has the addresses of the weights before
     data = [random_datum(random.Random(n), n, 480) for n in (30, 7)]
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for network in (narrow, wide):

@@ -13,8 +13,10 @@ from paritygate.server.errors import RequestError
 from paritygate.server.model.attention import PlainAttention
 from paritygate.server.model.lora import Adapter
 from paritygate.server.model.network import Network
+from paritygate.server.model.products import normalizers_back
 
-CHUNK = 128  # rows of logits held at once
+CHUNK = 192  # rows of logits computed at once
+KEPT = 1 << 29  # bytes of logits that wait for their gradient; those of further rows are computed again
 
 
 @dataclass(frozen=True)
@@ -155,13 +157,19 @@ class Pass:
             with torch.set_grad_enabled(not self.forward_only):
                 hidden = self.network.forward(tokens, positions, recompute=count > self.recompute_over)
             rows = hidden[:count].detach()
-            with torch.no_grad():
-                chunks = zip(rows.split(CHUNK), layout.targets.split(CHUNK), strict=True)
-                logprobs = torch.cat([self._logprobs(part, targets) for part, targets in chunks])
+            kept: list[Scores | None] = []
+            each_logprobs: list[Tensor] = []
+            for part, targets in zip(rows.split(CHUNK), layout.targets.split(CHUNK), strict=True):
+                scores = self._scores(part)
+                logits, normalizers = scores
+                each_logprobs.append(logits.gather(1, targets).float() - normalizers[:, None])
+                waits = not self.forward_only and (len(kept) + 1) * logits.nbytes <= KEPT
+                kept.append(scores if waits else None)
+            logprobs = torch.cat(each_logprobs)
             each = self._loss_gradients(packing.data, tuple(logprobs[index] for index in layout.indices))
             if not self.forward_only:
                 grad_logprobs = torch.zeros_like(logprobs).index_add_(0, torch.cat(layout.indices), each)
-                self._backward(hidden, rows, layout.targets, grad_logprobs, gradients)
+                self._backward(hidden, kept, layout.targets, grad_logprobs, gradients)
 
     def _loss_gradients(self, data: list[Datum], logprobs: tuple[Tensor, ...]) -> Tensor:
         """Add each datum's loss and logprobs to the outcome; return d loss / d logprobs, rows of (K,) end to end."""
@@ -183,32 +191,54 @@ class Pass:
             grad_logprobs.append(torch.nn.functional.pad(grad.reshape(len(values), -1), (0, width - columns)))
         return torch.cat(grad_logprobs)
 
-    def _logprobs(self, hidden: Tensor, targets_MK: Tensor) -> Tensor:
-        """(M, hidden), (M, K) ids -> (M, K) fp32 logprobs."""
-        logits, normalizers = self.network.head(hidden, self.adapter)
-        return logits.gather(1, targets_MK).float() - normalizers[:, None]
+    def _scores(self, rows: Tensor) -> "Scores":
+        """(M, hidden) -> (M, V) logits and (M,) log sum exp of each row, fp32, without a graph."""
+        with torch.no_grad():
+            return self.network.head(rows, self.adapter)
 
     def _backward(
-        self, hidden: Tensor, rows: Tensor, targets: Tensor, grad_logprobs: Tensor, gradients: dict[str, Tensor]
+        self,
+        hidden: Tensor,
+        kept: "list[Scores | None]",
+        targets: Tensor,
+        grad_logprobs: Tensor,
+        gradients: dict[str, Tensor],
     ) -> None:
-        """Differentiate sum(grad_logprobs * logprobs): through the head where it is not 0, then through the body."""
-        needed = (grad_logprobs != 0).any(1).nonzero()[:, 0]
-        if len(needed) == 0:
+        """Differentiate sum(grad_logprobs * logprobs): through the head where it is not 0, then through the body.
+
+        `kept` are the scores of every CHUNK rows, overwritten, or None: they are computed again.
+        """
+        if not bool((grad_logprobs != 0).any()):
             return
-        named = list(self.adapter.parameters())
-        head = [(n, p) for n, p in named if n.startswith("unembed.")]
-        body = [(n, p) for n, p in named if not n.startswith("unembed.")]
-        grad_hidden = torch.zeros_like(rows)
-        for index in needed.split(CHUNK):
-            leaf = rows[index].requires_grad_()
-            value = (grad_logprobs[index] * self._logprobs(leaf, targets[index])).sum()
-            grads = torch.autograd.grad(value, [leaf, *(p for _, p in head)])
-            grad_hidden[index] = grads[0]
-            _add(gradients, head, grads[1:])
+        body = [(n, p) for n, p in self.adapter.parameters() if not n.startswith("unembed.")]
+        back = self.network.head_back()
+        grad_hidden = torch.zeros_like(hidden)
+        for i, start in enumerate(range(0, len(targets), CHUNK)):
+            part = slice(start, min(start + CHUNK, len(targets)))
+            needed = (grad_logprobs[part] != 0).any(1).nonzero()[:, 0]
+            scores, kept[i] = kept[i], None
+            if len(needed) == 0:
+                continue
+            index = needed + start
+            rows = hidden.detach()[index]
+            if scores is None:
+                scores = self._scores(rows)
+            elif len(needed) < part.stop - part.start:
+                scores = scores[0][needed], scores[1][needed]
+            grad_logits = normalizers_back(*scores, grad_logprobs[index].sum(1))
+            grad_logits.scatter_add_(1, targets[index], grad_logprobs[index])
+            grad_rows = back(grad_logits)
+            with torch.no_grad():
+                delta = self.adapter.gradients("unembed", rows, grad_logits)
+            if delta is not None:
+                grad_rows = grad_rows + delta[0]
+                _add(gradients, ["unembed.lora_A", "unembed.lora_B"], delta[1:])
+            grad_hidden[index] = grad_rows
         if body:
-            full = torch.zeros_like(hidden)
-            full[: len(rows)] = grad_hidden
-            _add(gradients, body, torch.autograd.grad(hidden, [p for _, p in body], full))
+            _add(gradients, [n for n, _ in body], torch.autograd.grad(hidden, [p for _, p in body], grad_hidden))
+
+
+Scores = tuple[Tensor, Tensor]  # (M, V) logits, (M,) log sum exp of each row
 
 
 def adam_step(adapter: Adapter, params: AdamParams) -> float:
@@ -242,6 +272,6 @@ def adam_step(adapter: Adapter, params: AdamParams) -> float:
     return norm
 
 
-def _add(gradients: dict[str, Tensor], named: list[tuple[str, Tensor]], grads: tuple[Tensor, ...]) -> None:
-    for (name, _), grad in zip(named, grads, strict=True):
+def _add(gradients: dict[str, Tensor], names: list[str], grads: tuple[Tensor, ...]) -> None:
+    for name, grad in zip(names, grads, strict=True):
         gradients[name] = gradients[name] + grad if name in gradients else grad

@@ -64,9 +64,13 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         rows, weight = ctx.saved_tensors
-        scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + ctx.epsilon)
-        weighted = grads[0] * weight
-        return scale * (weighted - rows * (scale.pow(2) * (weighted * rows).mean(-1, keepdim=True))), None, None
+        grad, out = grads[0].float().contiguous(), torch.empty_like(rows)
+        sizes = (ctypes.c_int64(rows.numel() // rows.shape[-1]), ctypes.c_int64(rows.shape[-1]))
+        library().normalize_rms_back(
+            *_pointers(rows, weight, grad), *sizes, ctypes.c_double(ctx.epsilon), ctypes.c_int64(threads()),
+            ctypes.c_int64(0), *_pointers(out),
+        )  # fmt: skip
+        return out, None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -83,8 +87,13 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        share = torch.sigmoid(gate)
-        return grads[0] * up * share * (1 + gate * (1 - share)), grads[0] * gate * share
+        product = grads[0].float().contiguous().clone()
+        into_gate, into_up = torch.empty_like(gate), torch.empty_like(up)
+        library().gate_silu_back(
+            *_pointers(gate, up, product), ctypes.c_int64(gate.numel()), ctypes.c_int64(threads()),
+            *_pointers(into_gate, into_up),
+        )  # fmt: skip
+        return into_gate, into_up
 
 
 def _pointers(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:

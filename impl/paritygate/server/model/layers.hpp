@@ -64,25 +64,57 @@ static void each_vector(float* to, const float* from, int64_t size, int64_t thre
     });
 }
 
-static void multiply(const Pass& x, const Weight& weight, const float* rows, int64_t stride, int64_t count, float* out) {
-    if (weight.kind == 2) {
-        const Tiles product{rows, weight.data, out, count, weight.inputs, weight.steps, weight.panels, weight.outputs, x.threads};
-        return x.tiled(&product, x.emulated);
+// out (count, outputs) = rows (count, inputs), `stride` apart, times the weight; added to it with `more`.
+static void multiply(const Pass& x, const Weight& weight, const float* rows, int64_t stride, int64_t count, float* out,
+                     bool more = false) {
+    if (weight.kind != 2) {
+        const Linear product{rows, weight.data, out, count, weight.inputs, stride, weight.panels, weight.kind, x.threads, more};
+        return linear(&product);
     }
-    const Linear product{rows, weight.data, out, count, weight.inputs, stride, weight.panels, weight.kind, x.threads};
-    linear(&product);
+    static thread_local Memory sum_of;
+    float* sum = more ? sum_of.of(count * weight.outputs) : out;
+    const Tiles product{rows, weight.data, sum, count, weight.inputs, weight.steps, weight.panels, weight.outputs, x.threads};
+    x.tiled(&product, x.emulated);
+    if (more) each_vector(out, sum, count * weight.outputs, x.threads, [](Vec a, Vec b) { return a + b; });
 }
 
-// Rows through a layer's product, its bias and its adapters'.
-static void adapted(const Pass& x, const Range* ranges, int64_t index, int which, const float* rows, int64_t count,
-                    float* out) {
-    static thread_local Memory low_of, delta_of;
+// Rows through a layer's product and its bias.
+static void frozen(const Pass& x, int64_t index, int which, const float* rows, int64_t count, float* out) {
     const Weight& weight = x.layers[index].weights[which];
     const float* bias = x.layers[index].biases[which];
     multiply(x, weight, rows, weight.inputs, count, out);
     if (bias)
         for (int64_t row = 0; row < count; row++)
             each_vector(out + row * weight.outputs, bias, weight.outputs, 1, [](Vec a, Vec b) { return a + b; });
+}
+
+// out (count, outputs) += low (count, inputs), `stride` apart, times b in panels (inputs, PANEL), times scale.
+static void add_low_rank(const float* low, int64_t stride, int64_t count, const float* b, int64_t inputs,
+                         int64_t outputs, double scale, int64_t threads, float* out) {
+    const int64_t group = 8, panels = outputs / PANEL, groups = (panels + group - 1) / group;
+    const Vec factor = broadcast((float)scale);
+    share((count + ROWS - 1) / ROWS * groups, threads, count * inputs * outputs, [&](int64_t unit) {
+        const int64_t first = unit / groups * ROWS, rows = least(ROWS, count - first);
+        alignas(64) float delta[ROWS * PANEL];
+        for (int64_t panel = unit % groups * group, last = least(panel + group, panels); panel < last; panel++) {
+            for (int64_t k = 0; k < inputs; k += DEPTH)
+                tiles<Single, 2>(low + first * stride + k, stride, b + (panel * inputs + k) * PANEL, PANEL, delta, PANEL,
+                                 rows, least(DEPTH, inputs - k), k > 0);
+            for (int64_t row = 0; row < rows; row++)
+                for (int64_t i = 0; i < PANEL; i += WIDTH) {
+                    float* to = out + (first + row) * outputs + panel * PANEL + i;
+                    store<Float32>(to, load<Float32>(to) + rounded(load<Float32>(delta + row * PANEL + i) * factor));
+                }
+        }
+    });
+}
+
+// Rows through a layer's product, its bias and its adapters'.
+static void adapted(const Pass& x, const Range* ranges, int64_t index, int which, const float* rows, int64_t count,
+                    float* out) {
+    static thread_local Memory low_of;
+    const Weight& weight = x.layers[index].weights[which];
+    frozen(x, index, which, rows, count, out);
     for (int64_t i = 0; i < x.range_count; i++) {
         const Range& range = ranges[i];
         const int64_t there = range.end - range.start;
@@ -90,26 +122,25 @@ static void adapted(const Pass& x, const Range* ranges, int64_t index, int which
         const Pair& pair = range.pairs[index * PRODUCTS + which];
         if (!pair.a.data) continue;
         const int64_t rank = pair.a.panels * PANEL;
-        float *low = low_of.of(there * rank), *delta = delta_of.of(there * weight.outputs);
+        float* low = low_of.of(there * rank);
         multiply(x, pair.a, rows + range.start * weight.inputs, weight.inputs, there, low);
-        multiply(x, pair.b, low, rank, there, delta);
-        const Vec scale = broadcast((float)pair.scale);
-        each_vector(out + range.start * weight.outputs, delta, there * weight.outputs, x.threads,
-                    [&](Vec a, Vec b) { return a + rounded(b * scale); });
+        add_low_rank(low, rank, there, (const float*)pair.b.data, pair.b.inputs, weight.outputs, pair.scale, x.threads,
+                     out + range.start * weight.outputs);
     }
 }
 
 // Rotary positions of (count, heads, dim), row i by that of row places[i]: the two halves of a head are a plane each.
-static void rotate(const Pass& x, float* rows, int64_t count, int64_t heads, const int64_t* places) {
+static void rotate(const Pass& x, const float* rows, int64_t count, int64_t heads, const int64_t* places, float* out) {
     const int64_t half = x.dim / 2;
     share(count, x.threads, 4 * count * heads * x.dim, [&](int64_t row) {
         const float *cosine = x.cosines + places[row] * x.dim, *sine = x.sines + places[row] * x.dim;
         for (int64_t head = 0; head < heads; head++) {
-            float* at = rows + (row * heads + head) * x.dim;
+            const float* at = rows + (row * heads + head) * x.dim;
+            float* to = out + (row * heads + head) * x.dim;
             for (int64_t d = 0; d < half; d += WIDTH) {
                 const Vec a = load<Float32>(at + d), b = load<Float32>(at + half + d);
-                store<Float32>(at + d, rounded(a * load<Float32>(cosine + d)) + rounded(-b * load<Float32>(sine + d)));
-                store<Float32>(at + half + d, rounded(b * load<Float32>(cosine + half + d)) +
+                store<Float32>(to + d, rounded(a * load<Float32>(cosine + d)) + rounded(-b * load<Float32>(sine + d)));
+                store<Float32>(to + half + d, rounded(b * load<Float32>(cosine + half + d)) +
                                                   rounded(a * load<Float32>(sine + half + d)));
             }
         }
@@ -142,7 +173,7 @@ static void layers_of(const Pass& x) {
         adapted(x, ranges, index, KEY, normal, count, key);
         adapted(x, ranges, index, VALUE, normal, count, value);
         normalized(x, layer.keys, key, count * x.kv_heads, x.dim, key);
-        rotate(x, key, count, x.kv_heads, places);
+        rotate(x, key, count, x.kv_heads, places, key);
         share(x.span_count * x.kv_heads, x.threads, count * narrow, [&](int64_t unit) {
             const Span& span = spans[unit / x.kv_heads];
             const int64_t head = unit % x.kv_heads;
@@ -170,7 +201,7 @@ static void layers_of(const Pass& x) {
         }
         adapted(x, ranges, index, QUERY, normal, count, query);
         normalized(x, layer.queries, query, count * x.heads, x.dim, query);
-        rotate(x, query, count, x.heads, places);
+        rotate(x, query, count, x.heads, places, query);
         const Attention attention{{query, x.dim, wide}, {}, {}, mixed, spans, x.span_count, x.heads, x.kv_heads, x.dim,
                                   index, x.threads, (float)layer.scale};
         attend(&attention);

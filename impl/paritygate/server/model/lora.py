@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from paritygate.server.model.products import FrozenLinear, linear
+from paritygate.server.model.products import FrozenLinear, linear, linear_back
 
 # alpha = 32 is what SkyRL's Tinker backend uses; the hosted service's value is not published.
 ALPHA = 32.0
@@ -75,6 +75,15 @@ class Adapter:
             return None
         delta = linear(linear(rows, a), self.b[name])
         return delta if self.spec.scale == 1 else delta * self.spec.scale  # a product with 1 costs what a sum does
+
+    def gradients(self, name: str, rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Of `delta`, from `grad` (T, out): to the rows (T, in), A (r, in) and B (out, r)."""
+        a = self.a.get(name)
+        if a is None:
+            return None
+        into_low, into_b = linear_back(linear(rows, a), self.b[name], grad)
+        into_rows, into_a = linear_back(rows, a, into_low * self.spec.scale)
+        return into_rows, into_a, into_b * self.spec.scale
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter as (name, tensor), in one fixed order."""

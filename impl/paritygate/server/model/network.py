@@ -6,7 +6,7 @@ Every row's result has the same bits whatever else is in the batch (design/030):
 
 import contextlib
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -19,7 +19,7 @@ from paritygate.server.model.attention import PlainAttention, Span, cached
 from paritygate.server.model.cache import Sequence
 from paritygate.server.model.fused import fuse
 from paritygate.server.model.layers import Layers
-from paritygate.server.model.lora import BASE, LoraLinear, Routes, Target, Weights, apply_linear
+from paritygate.server.model.lora import BASE, Adapter, LoraLinear, Routes, Target, Weights, apply_linear
 from paritygate.server.model.products import FrozenLinear, dots, log_normalizers, min_rows
 from paritygate.server.model.shape import read_shape
 
@@ -166,6 +166,10 @@ class Network:
         if self._fused is not None and self._fused.takes(self._attention, self.routes.ranges):
             rows = cast(Any, self.model).get_input_embeddings()(tokens)
             return self.body.norm(self._fused.forward(rows, positions, self.routes.ranges, self._attention))
+        if self._fused is not None and self._fused.trains(self._attention, self.routes.ranges, len(tokens)):
+            rows = cast(Any, self.model).get_input_embeddings()(tokens)
+            adapter, attention = cast(Adapter, self.routes.ranges[0][2]), cast(PlainAttention, self._attention)
+            return self.body.norm(self._fused.train(rows, positions, adapter, attention, recompute=recompute))
         for layer in self._layers:
             layer.gradient_checkpointing = recompute
             layer.training = recompute  # of the layer alone: its parts stay as they are, so nothing is dropped out
@@ -180,6 +184,10 @@ class Network:
             hidden = torch.cat([hidden, hidden.new_zeros(self.min_rows - count, hidden.shape[1])])
         logits = apply_linear(hidden, self._head, "unembed", [(0, hidden.shape[0], weights)])
         return logits[:count], log_normalizers(logits)[:count]
+
+    def head_back(self) -> Callable[[Tensor], Tensor]:
+        """What takes gradients of logits (M, vocabulary) to (M, hidden), but for an adapter's part."""
+        return self._head.transposed()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         assert self._attention is not None, "attention outside a forward pass of the network"

@@ -82,8 +82,8 @@ static void share(int64_t units, int64_t threads, int64_t size, const Work& work
 struct Linear {
     const float* rows;   // (count, inputs), `stride` apart
     const void* weight;  // (panels, inputs, PANEL) float32, or (panels, inputs / 2, PANEL, 2) bfloat16
-    float* out;          // (count, panels * PANEL)
-    int64_t count, inputs, stride, panels, narrow, threads;
+    float* out;          // (count, panels * PANEL), added to with `more`
+    int64_t count, inputs, stride, panels, narrow, threads, more;
 };
 
 template <class D>
@@ -99,7 +99,7 @@ static void linear_of(const Linear& x) {
                 const auto* weight = (const typename D::Storage*)x.weight + (panel * x.inputs + k) / D::TERMS * PANEL;
                 float* to = x.out + first * columns + panel * PANEL;
                 if (D::TERMS == 1 || count <= 2 * TILE) {
-                    tiles<D, 2>(from, x.stride, weight, PANEL, to, columns, count, depth, k > 0);
+                    tiles<D, 2>(from, x.stride, weight, PANEL, to, columns, count, depth, k > 0 || x.more);
                     continue;
                 }
                 alignas(64) float wide[DEPTH * PANEL];  // widened once for all tiles of rows; the same numbers
@@ -115,7 +115,7 @@ static void linear_of(const Linear& x) {
                 for (int64_t row = 0; row < count; row += TILE) {
                     for (int64_t line = 0; line < each; line++, next += 64) __builtin_prefetch(next, 0, 2);
                     tile_of<Single, TILE, 2>(least(TILE, count - row), from + row * x.stride, x.stride, wide, PANEL,
-                                             to + row * columns, columns, depth, k > 0);
+                                             to + row * columns, columns, depth, k > 0 || x.more);
                 }
             }
     });
@@ -226,11 +226,11 @@ static void turn(const float* keys, int64_t end, int64_t dim, float* panels) {
         for (int64_t j = 0; j < PANEL; j += 4)
             for (int64_t d = 0; d < dim; d += 4) {
                 float *to = panels + d * PANEL + j;
-                if (first + j + 4 <= end) {
+                if (first + j + 4 <= end && d + 4 <= dim) {
                     turn_square(keys + (first + j) * dim + d, dim, to, PANEL);
                     continue;
                 }
-                for (int64_t i = 0; i < 4; i++)
+                for (int64_t i = 0; i < least(4, dim - d); i++)
                     for (int64_t k = 0; k < 4; k++) {
                         int64_t key = first + j + k;
                         to[i * PANEL + k] = key < end ? keys[key * dim + d + i] : 0;
@@ -252,6 +252,20 @@ static float weigh(float* scores, int64_t length, int64_t reach) {
     }
     for (int64_t j = whole; j < reach; j++) scores[j] = 0;
     return (float)total(sum);
+}
+
+// mixed (count, dim) = scores (count, reach), `room` apart, times values (reach, dim).
+static void mix(const float* scores, int64_t room, const float* values, int64_t dim, int64_t count, int64_t reach,
+                float* mixed) {
+    for (int64_t key = 0; key < reach; key += BLOCK) {
+        int64_t depth = least(BLOCK, reach - key), d = 0;
+        for (; d + PANEL <= dim; d += PANEL)
+            tiles<Single, 2>(scores + key, room, values + key * dim + d, dim, mixed + d, dim, count, depth, key > 0);
+        if (d == dim) continue;
+        for (int64_t i = 0; i < count; i += 4)  // a last single vector of few heads: four kinds of tiles will do
+            tile_of<Single, 4, 1>(least(4, count - i), scores + i * room + key, room, values + key * dim + d, dim,
+                                  mixed + i * dim + d, dim, depth, key > 0);
+    }
 }
 
 // What a thread keeps from one piece of work to the next.
@@ -295,15 +309,7 @@ static void attend_one(const Attention& x, const Span& span, int64_t head) {
         float sums[QUERIES];
         for (int64_t i = 0; i < count; i++)
             sums[i] = weigh(scores + i * room, span.start + (first + i) / group + 1, reach);
-        for (int64_t key = 0; key < reach; key += BLOCK) {
-            int64_t depth = least(BLOCK, reach - key), d = 0;
-            for (; d + PANEL <= dim; d += PANEL)
-                tiles<Single, 2>(scores + key, room, values + key * dim + d, dim, mixed + d, dim, count, depth, key > 0);
-            if (d == dim) continue;
-            for (int64_t i = 0; i < count; i += 4)  // a last single vector of few heads: four kinds of tiles will do
-                tile_of<Single, 4, 1>(least(4, count - i), scores + i * room + key, room, values + key * dim + d, dim,
-                                      mixed + i * dim + d, dim, depth, key > 0);
-        }
+        mix(scores, room, values, dim, count, reach, mixed);
         for (int64_t i = 0; i < count; i++) {
             float* to = x.out + ((span.row + (first + i) / group) * x.heads + head * group + (first + i) % group) * dim;
             for (int64_t d = 0; d < dim; d += WIDTH)
@@ -363,6 +369,67 @@ void gate_silu(const float* gate, const float* up, int64_t size, int64_t threads
             const Vec product = x * ((x < 0 ? less : splat(1.f)) / (less + 1.f)) * y;
             whole ? store<Float32>(out + i, product) : store_part<Float32>(out + i, product, count);
         }
+    });
+}
+
+// What `normalize_rms` hands back of gradients (count, columns), to `out`, added to it with `more`.
+void normalize_rms_back(const float* rows, const float* weight, const float* grads, int64_t count, int64_t columns,
+                        double epsilon, int64_t threads, int64_t more, float* out) {
+    share(count, threads, 2 * count * columns, [&](int64_t row) {
+        const float *from = rows + row * columns, *grad = grads + row * columns;
+        float* to = out + row * columns;
+        Vec squares = {}, along = {};
+        for (int64_t i = 0; i < columns; i += WIDTH) {
+            const Vec x = load<Float32>(from + i);
+            squares += x * x, along += load<Float32>(grad + i) * load<Float32>(weight + i) * x;
+        }
+        const double square = total(squares) / columns + epsilon;
+        const Vec scale = broadcast((float)(1 / std::sqrt(square)));
+        const Vec part = broadcast((float)(total(along) / columns / square));
+        for (int64_t i = 0; i < columns; i += WIDTH) {
+            const Vec straight = load<Float32>(grad + i) * load<Float32>(weight + i);
+            const Vec back = scale * (straight - load<Float32>(from + i) * part);
+            store<Float32>(to + i, more ? load<Float32>(to + i) + back : back);
+        }
+    });
+}
+
+// What `gate_silu` hands back of `grads`: to `gate` and to `up`, which may be those themselves; its product again to
+// `grads`.
+void gate_silu_back(const float* gate, const float* up, float* grads, int64_t size, int64_t threads, float* to_gate,
+                    float* to_up) {
+    const int64_t part = 1 << 14;
+    share((size + part - 1) / part, threads, 8 * size, [&](int64_t unit) {
+        const int64_t end = least(size, (unit + 1) * part);
+        for (int64_t i = unit * part; i < end; i += WIDTH) {
+            const bool whole = i + WIDTH <= end;
+            const int count = (int)(end - i);
+            const auto get = [&](const float* from) {
+                return whole ? load<Float32>(from + i) : load_part<Float32>(from + i, count);
+            };
+            const auto put = [&](float* to, Vec value) {
+                whole ? store<Float32>(to + i, value) : store_part<Float32>(to + i, value, count);
+            };
+            const Vec x = get(gate), y = get(up), grad = get(grads);
+            const Vec less = exponential(x < 0 ? x : -x), share_of = (x < 0 ? less : splat(1.f)) / (less + 1.f);
+            const Vec silu = x * share_of;
+            put(to_gate, grad * y * (share_of + silu * (1.f - share_of)));
+            put(to_up, grad * silu);
+            put(grads, silu * y);
+        }
+    });
+}
+
+// Logits (count, columns) with the log sum exp of each row become -total times their softmax.
+void softmax_back(float* logits, const float* normalizers, const float* totals, int64_t count, int64_t columns,
+                  int64_t threads) {
+    share(count, threads, 4 * count * columns, [&](int64_t row) {
+        float* at = logits + row * columns;
+        const Vec top = broadcast(normalizers[row]), factor = broadcast(-totals[row]);
+        int64_t i = 0;
+        for (; i + WIDTH <= columns; i += WIDTH) store<Float32>(at + i, factor * exponential(load<Float32>(at + i) - top));
+        const int part = (int)(columns - i);
+        if (part) store_part<Float32>(at + i, factor * exponential(load_part<Float32>(at + i, part) - top), part);
     });
 }
 
@@ -441,6 +508,20 @@ void attend(const Attention* x) {
 }
 
 #include "layers.hpp"
+#include "training.hpp"
+
+extern "C" {
 
 // The rows of a pass through all its layers.
-extern "C" void layers(const Pass* x) { layers_of(*x); }
+void layers(const Pass* x) { layers_of(*x); }
+
+// Numbers that a layer of a training pass keeps.
+int64_t kept(const Training* x) {
+    Kept layer;
+    return lay(*x, nullptr, layer);
+}
+
+// Rows through all layers, and what of their gradient reaches the adapters.
+void forward(const Training* x) { forward_of(*x); }
+void backward(const Training* x) { backward_of(*x); }
+}

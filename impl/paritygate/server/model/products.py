@@ -7,7 +7,7 @@ The kernels give a row the same bits in any company and at any number of threads
 import ctypes
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from paritygate import native
 
 FOLDER = Path(__file__).parent
-SOURCES = (native.VECTOR_HPP, native.THREADS_HPP, FOLDER / "layers.hpp", FOLDER / "products.cpp")
+OURS = tuple(FOLDER / name for name in ("layers.hpp", "training.hpp", "products.cpp"))
+SOURCES = (native.VECTOR_HPP, native.THREADS_HPP, *OURS)
 TILE_SOURCES = (native.VECTOR_HPP, native.THREADS_HPP, FOLDER / "amx.hpp", FOLDER / "amx.cpp")
 EMULATED = False  # tests: AMX tiles in plain C++, on any machine
 
@@ -147,6 +148,14 @@ class FrozenLinear:
         """Memory of the weight."""
         return self._weight.nbytes
 
+    def transposed(self) -> Callable[[Tensor], Tensor]:
+        """What takes gradients (..., T, out) to (..., T, in), without a graph; its weight is laid out once, here."""
+        weight = self._weight
+        if not isinstance(weight, Panels):
+            return lambda grads: _by_torch(grads, weight.T)
+        turned = Panels.turned(weight)
+        return lambda grads: turned.product(grads, split=True)
+
     def __call__(self, rows: Tensor) -> Tensor:
         if not isinstance(self._weight, Panels):
             return _by_torch(rows, self._weight, self.bias)
@@ -183,7 +192,9 @@ class Panels:
             library().turn_singles(next(pointers), *numbers, next(pointers))
             return turned
         pairs = -(-turned.inputs // step) * step // 2
-        turned.data = panels.data.new_zeros(-(-turned.outputs // columns), pairs, columns, 2)
+        turned.data = panels.data.new_empty(-(-turned.outputs // columns), pairs, columns, 2)
+        if 2 * pairs > turned.inputs + 1:
+            turned.data.zero_()
         sizes = (panels.inputs, panels.outputs, panels.data.shape[1], pairs, columns, threads())
         data = (ctypes.c_void_p(x.data.data_ptr()) for x in (panels, turned))
         library().turn_pairs(next(data), *map(ctypes.c_int64, sizes), next(data))
@@ -218,7 +229,7 @@ class Panels:
             flat = flat.float().contiguous()
             count, panels, columns = flat.shape[0], *self.data.shape[:3:2]
             out = torch.empty(count, panels * columns, dtype=torch.float32, device="cpu")
-            sizes = (count, flat.shape[1], flat.shape[1], panels, self.paired, threads())
+            sizes = (count, flat.shape[1], flat.shape[1], panels, self.paired, threads(), 0)
             library().linear(ctypes.byref(_Linear(flat.data_ptr(), self.data.data_ptr(), out.data_ptr(), *sizes)))
             if panels * columns > self.outputs:
                 out = out[:, : self.outputs]
@@ -255,30 +266,37 @@ class _Product(torch.autograd.Function):
         if ctx.frozen is not None:
             return Panels.turned(ctx.frozen).product(grad_out, split=True), None, None
         rows, weight = ctx.saved_tensors
-        grad_rows = Panels(weight.T).product(grad_out, split=True) if ctx.needs_input_grad[0] else None
-        return grad_rows, grad_out.flatten(0, -2).T @ rows.flatten(0, -2), None
+        return *linear_back(rows, weight, grad_out, into_rows=ctx.needs_input_grad[0]), None
+
+
+def linear_back(rows: Tensor, weight: Tensor, grad: Tensor, *, into_rows: bool = True) -> tuple[Any, Tensor]:
+    """Of `linear`, from `grad` (..., T, out): to the rows (..., T, in), or None, and to the weight (out, in)."""
+    into_weight = grad.flatten(0, -2).T @ rows.flatten(0, -2)
+    if not into_rows:
+        return None, into_weight
+    return Panels(weight.T).product(grad, split=True) if serves(weight.dtype) else grad @ weight, into_weight
 
 
 def log_normalizers(logits_MV: Tensor) -> Tensor:
     """(M, V) -> (M,) fp32, log sum exp of each row: with it the logprob of any token is one subtraction."""
-    logits = logits_MV.float()
-    return _Normalizers.apply(logits) if available() else torch.logsumexp(logits, 1)
+    if not available():
+        return torch.logsumexp(logits_MV.float(), 1)
+    logits = logits_MV.float().contiguous()
+    out = torch.empty(logits.shape[0], dtype=torch.float32, device="cpu")
+    pointers = (ctypes.c_void_p(logits.data_ptr()), *map(ctypes.c_int64, (*logits.shape, threads())))
+    library().normalize(*pointers, ctypes.c_void_p(out.data_ptr()))
+    return out
 
 
-class _Normalizers(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        logits = logits.contiguous()
-        out = torch.empty(logits.shape[0], dtype=torch.float32, device="cpu")
-        pointers = (ctypes.c_void_p(logits.data_ptr()), *map(ctypes.c_int64, (*logits.shape, threads())))
-        library().normalize(*pointers, ctypes.c_void_p(out.data_ptr()))
-        ctx.save_for_backward(logits, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Tensor:
-        logits, out = ctx.saved_tensors
-        return torch.exp(logits - out[:, None]) * grads[0][:, None]
+def normalizers_back(logits_MV: Tensor, normalizers_M: Tensor, grads_M: Tensor) -> Tensor:
+    """What -grads * log_normalizers hands back to the logits, (M, V) fp32: in their memory, where it can be."""
+    logits = logits_MV.float().contiguous()
+    if not available():
+        return logits.sub_(normalizers_M[:, None]).exp_().mul_(-grads_M[:, None])
+    normalizers, grads = (x.float().contiguous() for x in (normalizers_M, grads_M))
+    sizes = map(ctypes.c_int64, (*logits.shape, threads()))
+    library().softmax_back(*(ctypes.c_void_p(x.data_ptr()) for x in (logits, normalizers, grads)), *sizes)
+    return logits
 
 
 class _Linear(ctypes.Structure):
@@ -286,7 +304,7 @@ class _Linear(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "weight", "out")),
-        *((name, ctypes.c_int64) for name in ("count", "inputs", "stride", "panels", "narrow", "threads")),
+        *((name, ctypes.c_int64) for name in ("count", "inputs", "stride", "panels", "narrow", "threads", "more")),
     )
 
 
