@@ -157,12 +157,12 @@ class _Trained:
         self.inputs: Tensor | None = None
         self.kept: Tensor | None = None
 
-    def forward(self, pairs: list[Tensor | None], *, keep: bool) -> Tensor:
+    def forward(self, pairs: list[Tensor | None], *, differentiable: bool) -> Tensor:
         """(T, hidden); the rows that went in are overwritten."""
         count = len(self.layers.names)
         each = self._run(products.library().kept, self.rows, pairs)
         sizes = torch.Size([each * (1 if self.recompute else count)]), torch.Size([count, *self.rows.shape])
-        if keep:  # in the memory of the pass before, if it will do: page faults would be a tenth of the time
+        if differentiable:  # in the memory of the pass before, if it will do: page faults would be a tenth of the time
             self.kept, self.inputs = (buffer(size, self.rows, torch.float32) for size in sizes)
         else:
             self.kept = torch.empty(each, device="cpu")
@@ -199,7 +199,7 @@ class _Layers(torch.autograd.Function):
     def forward(ctx: Any, call: _Trained, *pairs: Tensor | None) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(*pairs)
-        return call.forward([*pairs], keep=any(ctx.needs_input_grad))
+        return call.forward([*pairs], differentiable=any(ctx.needs_input_grad))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
