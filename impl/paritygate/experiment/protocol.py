@@ -6,29 +6,39 @@ A row is the phase's name, its function (`phases/` holds a file a row, named as 
 
 import dataclasses
 import pkgutil
-from collections.abc import Awaitable, Callable
-from typing import cast
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, cast
 
 from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.state import State
 from paritygate.spec.experiment import Experiment
 
 PhaseFunction = Callable[[State], Awaitable[Decided]]
+EarlyFunction = Callable[[State], Coroutine[Any, Any, object]]
 PACKAGE = "paritygate.experiment.phases"
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One row of the protocol. `function`: path below `phases/`; `applies`: whether this experiment has the phase."""
+    """One row of the protocol. `function`: path below `phases/`; `applies`: whether this experiment has the phase.
+
+    early: path of what may be computed for the phase while the one before it goes on, where that costs nothing; it
+    decides and writes nothing, and counts where the phase takes it. Empty where there is nothing of that kind.
+    """
 
     name: str
     function: str
     sentence: str
     applies: Callable[[Experiment], bool] = lambda _: True
+    early: str = ""
 
     def load(self) -> PhaseFunction:
         """The phase's function: the run's state in, what was decided out; raises PhaseStopped (exit 4) at a gate."""
         return cast(PhaseFunction, pkgutil.resolve_name(f"{PACKAGE}.{self.function}"))
+
+    def load_early(self) -> EarlyFunction | None:
+        """What may be computed early, for `State.begin_early`; None where the phase has nothing."""
+        return cast(EarlyFunction, pkgutil.resolve_name(f"{PACKAGE}.{self.early}")) if self.early else None
 
 
 def _has_warm_start(exp: Experiment) -> bool:
@@ -66,6 +76,7 @@ PHASES: tuple[Phase, ...] = (
         "warm_start:warm_start",
         "supervised steps on gold episodes, the same weights for every arm",
         applies=_has_warm_start,
+        early="warm_start:begin",
     ),
     Phase(
         "restoration_preflight",

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +196,22 @@ async def _walk(
                     await _close_stopped(state)  # the process that stopped it was killed before it could
                 raise GateStopped(f"{done['decided']} (this run was stopped there; gates are never tried again)")
             if not done:
+                if phase.name != until:
+                    _begin_early(state, phases[position : position + 1])
                 await _take(state, phase, f"{position}/{len(phases)}")
             if phase.name == until:
                 break
     finally:
         await state.close_service()
     return _finish(state, phases, until)
+
+
+def _begin_early(state: State, following: Sequence[Phase]) -> None:
+    """What the next phase may compute meanwhile; a gate that stops this one throws it away."""
+    for phase in following:
+        begin = phase.load_early()
+        if begin is not None and not state.record(phase.name):
+            state.begin_early(phase.name, begin(state))
 
 
 async def _take(state: State, phase: Phase, position: str) -> None:

@@ -1,18 +1,23 @@
 """The warm start: supervised steps on gold train episodes, the same weights for every arm; cached by its inputs."""
 
+import dataclasses
 import importlib.metadata
 import json
 import random
 import shutil
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from paritygate import native
 from paritygate import server as embedded_server
 from paritygate.agent.trajectory import Trajectory
-from paritygate.backend import Datum, Trainer, cross_entropy_datum
+from paritygate.backend import Backend, Datum, Trainer, cross_entropy_datum
 from paritygate.errors import GateStopped
+from paritygate.experiment.run.account.meter import MeteredBackend, Usage
 from paritygate.experiment.run.journal import Record
 from paritygate.experiment.run.outcome import Decided
 from paritygate.experiment.run.state import State
@@ -27,18 +32,30 @@ PHASE = "warm_start"
 UNIT = f"{PHASE}/adapter"
 
 
+@dataclasses.dataclass
+class Steps:
+    """The supervised steps, taken: their client, and of each the loss (nats a trained token) and the seconds.
+
+    used: what was asked of a session that is not the phase's, to be counted; `close` ends that session.
+    """
+
+    trainer: Trainer
+    losses: list[float]
+    seconds: list[float]
+    used: Usage
+    close: Callable[[], Awaitable[None]]
+
+
 async def warm_start(state: State) -> Decided:
     """Train (or take from the cache) the adapter that both arms begin with; its saved state is in the facts."""
     spec = state.exp.protocol.warm_start
     assert spec is not None
     collector = await Collector.of(state, state.settings())
     episodes = gold_episodes(collector, spec)
-    inputs = await _inputs(state, spec, episodes)
-    key = digest(inputs)
+    key = digest(_inputs(state, spec, collector, episodes))
     record = state.journal.committed(UNIT)
     if record is None:
-        saved = await _from_cache(state, key) or await _trained(state, spec, episodes, key)
-        record = state.journal.commit(UNIT, saved)
+        record = state.journal.commit(UNIT, await _made(state, spec, episodes, key))
     tokens = sum(len(episode.tokens) for episode in episodes)
     return Decided(
         f"{len(episodes)} gold episodes ({tokens} tokens), last loss {record['last_loss']:.4f} nats a trained token",
@@ -46,6 +63,37 @@ async def warm_start(state: State) -> Decided:
         {"state": record["state"], "inputs": key, "episodes": len(episodes), "last_loss": record["last_loss"]},
         state.journal.files(PHASE),
     )
+
+
+async def begin(state: State) -> Steps | None:
+    """The steps, at the embedded server that the phase before leaves idle; None where there is none or they are done.
+
+    Nothing is saved or counted before the phase takes them.
+    """
+    server, spec = await state.spare_server(), state.exp.protocol.warm_start
+    if server is None or spec is None or state.journal.committed(UNIT) is not None:
+        return None
+    used: Usage = Counter()
+    async with AsyncExitStack() as stack:
+        opened = await stack.enter_async_context(server.session())
+        session = cast(Backend, MeteredBackend(opened, used, state.states))
+        collector = await Collector.of(state, state.settings(), session)
+        episodes = gold_episodes(collector, spec)
+        if (_cached(digest(_inputs(state, spec, collector, episodes))) / "record.json").is_file():
+            return None
+        steps = await _steps(state, session, spec, episodes)
+        return dataclasses.replace(steps, used=used, close=stack.pop_all().aclose)
+
+
+async def _made(state: State, spec: WarmStart, episodes: Sequence[Trajectory], key: str) -> Record:
+    """The record of the adapter: trained already, else from the cache, else trained now."""
+    steps = await state.early(PHASE)
+    if steps is None:
+        kept = await _from_cache(state, key)
+        if kept is not None:
+            return kept
+        steps = await _steps(state, await state.backend(), spec, episodes, state.progress.update)
+    return await _saved(state, steps, key)
 
 
 def gold_episodes(collector: Collector, spec: WarmStart) -> list[Trajectory]:
@@ -67,18 +115,37 @@ def batches(spec: WarmStart, episodes: Sequence[Trajectory]) -> list[list[Datum]
     return datums
 
 
-async def _trained(state: State, spec: WarmStart, episodes: Sequence[Trajectory], key: str) -> Record:
-    backend = await state.backend()
+async def _steps(
+    state: State,
+    backend: Backend,
+    spec: WarmStart,
+    episodes: Sequence[Trajectory],
+    update: Callable[[str], None] = lambda detail: None,
+) -> Steps:
     trainer = await backend.training(state.exp.base_model, rank=state.exp.lora_rank, seed=spec.seed)
-    losses: list[float] = []
+    losses, seconds = list[float](), list[float]()
     todo = batches(spec, episodes)
     for number, batch in enumerate(todo):
-        state.progress.update(f"batch {number + 1} of {len(todo)}" + (f", loss {losses[-1]:.3f}" if losses else ""))
-        with state.timings.measure(PHASE, what="batch", step=number):
-            losses.append(await _step(state, spec, trainer, batch, number))
-    saved = await trainer.save(f"warm-start-{PROCESS}")
-    record: Record = {"state": saved, "last_loss": losses[-1], "losses": losses, "cached": False}
-    if backend.embedded:
+        update(f"batch {number + 1} of {len(todo)}" + (f", loss {losses[-1]:.3f}" if losses else ""))
+        started = time.perf_counter()
+        losses.append(await _step(state, spec, trainer, batch, number))
+        seconds.append(round(time.perf_counter() - started, 4))
+    return Steps(trainer, losses, seconds, Counter(), _nothing)
+
+
+async def _nothing() -> None:
+    """A session of the phase ends with it."""
+
+
+async def _saved(state: State, steps: Steps, key: str) -> Record:
+    """What was trained, saved: it counts from here on."""
+    for number, seconds in enumerate(steps.seconds):
+        state.timings.append(PHASE, what="batch", step=number, seconds=seconds)
+    saved = await steps.trainer.save(f"warm-start-{PROCESS}")
+    state.account.usage.update(steps.used)
+    await steps.close()
+    record: Record = {"state": saved, "last_loss": steps.losses[-1], "losses": steps.losses, "cached": False}
+    if (await state.backend()).embedded:
         _to_cache(state, key, record)
     return record
 
@@ -94,10 +161,9 @@ async def _step(state: State, spec: WarmStart, trainer: Trainer, batch: Sequence
     return passed.loss
 
 
-async def _inputs(state: State, spec: WarmStart, episodes: Sequence[Trajectory]) -> Record:
+def _inputs(state: State, spec: WarmStart, collector: Collector, episodes: Sequence[Trajectory]) -> Record:
     """All that the adapter's bits depend on: what is trained on, how, by which model, code and library."""
-    policy = await state.policy()
-    weights = sorted(Path(policy.tokenizer.name_or_path).glob("*.safetensors"))
+    weights = sorted(Path(collector.policy_tokenizer.name_or_path).glob("*.safetensors"))
     adam = state.exp.adam
     return {
         "episodes": [[list(episode.tokens), list(episode.mask)] for episode in episodes],

@@ -2,11 +2,11 @@
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from paritygate.errors import BackendError
 from paritygate.experiment.run.account.budget import Account
@@ -53,6 +53,7 @@ class State:
         self._services: list[Backend] = []
         self._sessions: dict[int, Backend] = {}
         self._policy: Sampler | None = None
+        self._early: dict[str, asyncio.Task[Any]] = {}
 
     def _grant_budget(self) -> None:
         """A run that is resumed with its budget spent may use as much again: that is recorded, each time."""
@@ -74,13 +75,36 @@ class State:
         if arm and (await self.backend()).embedded:
             place = arm % self.side_by_side()
         async with self._connecting:  # arms may ask at the same time
-            while len(self._services) <= place:
-                await self._connect()
+            service = await self._service(place)
             if place not in self._sessions:
-                session = await self._phase.enter_async_context(self._services[place].session())
+                session = await self._phase.enter_async_context(service.session())
                 metered = MeteredBackend(session, self.account.usage, self.states)
                 self._sessions[place] = cast("Backend", metered)
         return self._sessions[place]
+
+    async def _service(self, place: int) -> "Backend":
+        while len(self._services) <= place:
+            await self._connect()
+        return self._services[place]
+
+    async def spare_server(self) -> "Backend | None":
+        """The embedded server that phases of one client leave idle; None at a service, and on one core.
+
+        Its sessions are the caller's: they outlive phases, and nothing of them is metered.
+        """
+        async with self._connecting:
+            if self.side_by_side() == 1 or not (await self._service(0)).embedded:
+                return None
+            return await self._service(1)
+
+    def begin_early(self, phase: str, work: Coroutine[Any, Any, object]) -> None:
+        """Begin what `phase` will take by `early`; it is cancelled where the service is left before that."""
+        self._early[phase] = asyncio.create_task(work)
+
+    async def early(self, phase: str) -> Any:
+        """What was begun for `phase`, once it is there; None where nothing was. It raises what that raised."""
+        task = self._early.pop(phase, None)
+        return None if task is None else await task
 
     @staticmethod
     def side_by_side() -> int:
@@ -114,6 +138,10 @@ class State:
 
     async def close_service(self) -> None:
         """Leave the service; embedded servers end, and with them everything that writes into the run directory."""
+        while self._early:
+            _, task = self._early.popitem()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         await self.end_phase()
         self._services = []
         await self._connection.aclose()

@@ -13,7 +13,7 @@ from paritygate.agent.seeds import derive
 from paritygate.agent.teacher import teacher_context, teacher_logprobs
 from paritygate.agent.trajectory import Trajectory
 from paritygate.agent.user import ModelUser, ScriptedUser, User, opening
-from paritygate.backend import Sampler
+from paritygate.backend import Backend, Sampler
 from paritygate.experiment.run.account.meter import metered
 from paritygate.experiment.run.environment import fresh_episode
 from paritygate.experiment.run.options import Settings
@@ -67,11 +67,14 @@ class Collector:
         self._judge = judge
 
     @classmethod
-    async def of(cls, state: State, settings: Settings) -> "Collector":
-        """What `state`'s spec asks for under `settings`; served user simulators and judges are connected."""
+    async def of(cls, state: State, settings: Settings, session: Backend | None = None) -> "Collector":
+        """What `state`'s spec asks for under `settings`; served user simulators and judges are connected.
+
+        session: of the service, where it is not to be the phase's.
+        """
         exp = state.exp
-        backend = await state.backend()
-        policy = await state.policy()
+        backend = session or await state.backend()
+        policy = await (state.policy() if session is None else session.sampling(base_model=exp.base_model))
         policy_renderer = renderer.load(exp.protocol.renderer, policy.tokenizer, model=exp.base_model)
         partners: dict[str, Partner | None] = {}
         for role in ("user", "judge"):

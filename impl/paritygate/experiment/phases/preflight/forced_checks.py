@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from paritygate.agent.rollouts import Rollout, flat
+from paritygate.agent.rollouts import Rollout, flat, gather
 from paritygate.agent.teacher import teacher_context, teacher_logprobs
 from paritygate.agent.trajectory import Trajectory
 from paritygate.backend import Sampler
@@ -56,8 +56,9 @@ async def forced_checks(state: State) -> Decided:
         )
     solution = collector.gold(collector.exp.protocol.train.split, task)
     state.progress.update("scoring under the two contexts")
-    control = [await score(collector, sampler, rollout.trajectory, None) for rollout in rollouts]
-    taught = [await score(collector, sampler, rollout.trajectory, solution) for rollout in rollouts]
+    asked = [(rollout.trajectory, sibling) for sibling in (None, solution) for rollout in rollouts]
+    scored = await gather([score(collector, sampler, *contexts) for contexts in asked])
+    control, taught = scored[: len(rollouts)], scored[len(rollouts) :]
     students = [await student_row(collector, sampler, rollout) for rollout in rollouts]
     empty = Gap.of(sizes(rollouts, control, students))
     with_sibling = Gap.of(sizes(rollouts, taught, students))

@@ -1,5 +1,7 @@
 """Do both arms start from the same state? Logprobs of one fixed batch, before any update and after an identical one."""
 
+import asyncio
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -9,6 +11,7 @@ from paritygate.experiment.run.outcome import Decided, PhaseStopped
 from paritygate.experiment.run.state import State
 from paritygate.experiment.step.arm_run import fresh_trainer
 from paritygate.experiment.step.collector import Collector
+from paritygate.spec.experiment import Arm
 
 PHASE = "restoration_preflight"
 SEQUENCES = 2  # of the fixed batch
@@ -17,25 +20,35 @@ LONGEST = 256  # tokens of each
 Rows = tuple[tuple[float, ...], ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """Logprobs of the fixed batch by fresh clients of one arm, and how far the same client differs, asked twice."""
+
+    before: Rows
+    floor_before: float
+    after: Rows
+    floor_after: float
+
+
 async def restoration_preflight(state: State) -> Decided:
     """PhaseStopped unless fresh clients of all arms agree before and after one identical throw-away update.
 
     Before any update LoRA's B is 0, so the first comparison alone cannot see another A: hence the second, on a second
     set of clients. A service that does not repeat its bits is compared within a multiple of its noise floor: what the
     very same client returns when it is asked twice, and, after the update, what a second client of the same arm does.
+    The arms are asked side by side, as they train; the first failure is raised once all have ended.
     """
     collector = await Collector.of(state, state.settings())
     batch = fixed_batch(collector)
     before: dict[str, Rows] = {}
     after: dict[str, Rows] = {}
     floor_before = floor_after = 0.0
-    for arm in state.exp.arms:
-        client = await fresh_trainer(state, arm)
-        before[arm.name] = (await client.forward(batch, "cross_entropy")).logprobs
-        floor_before = max(floor_before, await repeated(client, batch, before[arm.name]))
-        client = await fresh_trainer(state, arm)
-        after[arm.name] = await updated(state, client, batch)
-        floor_after = max(floor_after, await repeated(client, batch, after[arm.name]))
+    asked = await asyncio.gather(*(logprobs_of(state, arm, batch) for arm in state.exp.arms), return_exceptions=True)
+    for arm, shown in zip(state.exp.arms, asked, strict=True):
+        if isinstance(shown, BaseException):
+            raise shown
+        before[arm.name], after[arm.name] = shown.before, shown.after
+        floor_before, floor_after = max(floor_before, shown.floor_before), max(floor_after, shown.floor_after)
     moved = largest_difference([next(iter(before.values())), next(iter(after.values()))])
     if floor_after:  # gradients do not repeat either: the same arm once more, from its start
         again = await updated(state, await fresh_trainer(state, state.exp.arms[0]), batch)
@@ -59,6 +72,16 @@ async def restoration_preflight(state: State) -> Decided:
         f"{max(floor_before, floor_after):.3g}",
         facts,
     )
+
+
+async def logprobs_of(state: State, arm: Arm, batch: Sequence[Datum]) -> Shown:
+    """The arm's, where it will train: before any update, and by a second client after the throw-away one."""
+    client = await fresh_trainer(state, arm)
+    before = (await client.forward(batch, "cross_entropy")).logprobs
+    floor_before = await repeated(client, batch, before)
+    client = await fresh_trainer(state, arm)
+    after = await updated(state, client, batch)
+    return Shown(before, floor_before, after, await repeated(client, batch, after))
 
 
 def refuse_unequal(state: State, facts: Record) -> None:
