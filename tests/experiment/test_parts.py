@@ -22,7 +22,7 @@ from paritygate.experiment.run.journal import Journal, Timings, drop_torn_tail, 
 from paritygate.experiment.run.state import State
 from paritygate.experiment.step.advantages import group_advantages
 from paritygate.experiment.step.gates import check_gate
-from paritygate.experiment.step.metrics import add_tallies, advantage_metrics, gate_values, tally
+from paritygate.experiment.step.metrics import add_tallies, advantage_metrics, gate_values, measured_over, tally
 from paritygate.receipts import canonical
 from paritygate.spec import GateCheck, load
 from paritygate.spec.schema import spec_folder
@@ -199,8 +199,17 @@ def test_who_was_told_that_a_success_had_failed() -> None:
     untaught = TeacherScores((None, None), False, None, 0, 0)
     unjudged = dataclasses.replace(won, judged=Judged(None, 3, False), teacher=untaught)
     groups = [Group(0, (lost, won, won, unjudged))]
+    assert tally(groups)["loss_tokens"] == 3  # what trains; an episode without a judgement does not
     assert tally(groups)["teacher_told_unsuccessful"] == 2
     assert tally(groups, success_wording=True)["teacher_told_unsuccessful"] == 0
+
+
+def test_the_recomputed_difference_of_a_pilot_is_the_largest_of_its_steps() -> None:
+    steps = [
+        {"tally": {}, "metrics": {"executed_base_model": "m", "sampler_recomputed_max_abs_diff": size}}
+        for size in (0.25, None, 0.5, 0.125)
+    ]
+    assert measured_over(steps)["sampler_recomputed_max_abs_diff"] == 0.5
 
 
 def test_divergence_is_seen_whichever_gate_bounds_it() -> None:

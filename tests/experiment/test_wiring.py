@@ -21,9 +21,10 @@ from paritygate.agent.rollouts import Rollout
 from paritygate.agent.seeds import derive
 from paritygate.agent.trajectory import Trajectory
 from paritygate.backend.vocabulary import offline
+from paritygate.errors import BackendError
 from paritygate.experiment.run.journal import read_lines
 from paritygate.experiment.run.options import Options, Settings
-from paritygate.experiment.step.collector import Collector
+from paritygate.experiment.step.collector import Collector, Partner
 from paritygate.spec import load
 from paritygate.spec.schema import spec_folder
 from tests.experiment.scaled_spec import brief
@@ -231,6 +232,48 @@ def test_the_student_is_scored_again_by_the_weights_that_sampled(tau_bench_dir: 
     assert sampler.scored == [list(gold.tokens)]
     assert [len(tokens) > len(gold.tokens) for tokens in teacher.scored] == [True]
     assert group.rollouts[0].teacher.student is not None
+
+
+def test_a_teachers_context_leaves_room_for_the_token_that_a_scoring_samples(tau_bench_dir: Path) -> None:
+    """With exactly the context that is left nothing is cut; with one token less the feedback is."""
+    gold = collector_of(tau_bench_dir).gold("train", 3)
+    judged = Judged(Judgement(0.5, 0.5, 0.5, rationale=dict.fromkeys(DIMENSIONS, "a b c d e f g h")), 1, True)
+    scorer: Any = Scorer()
+
+    def shortened(context_length: int) -> int:
+        collector = collector_of(tau_bench_dir, context_length)
+        return asyncio.run(collector.teach(scorer, 0, [Rollout(gold, judged)])).shortened_tokens
+
+    assert shortened(10**6) == 0
+    longest = len(scorer.scored[0])
+    assert shortened(longest + 1) == 0
+    assert shortened(longest) > 0
+    assert len(scorer.scored[-1]) < longest
+
+
+def test_what_the_judge_is_asked(tau_bench_dir: Path) -> None:
+    """With the agent's policy, as much of an answer as the spec gives and the context has, a seed a try."""
+    collector: Any = collector_of(tau_bench_dir)
+    gold, spec, calls = collector.gold("train", 3), collector.exp.protocol.judge, []
+
+    async def sample(prompt: list[int], **options: Any) -> None:
+        calls.append((len(prompt), options))
+        raise BackendError("busy")
+
+    def ask(context_length: int | None) -> list[int]:
+        calls.clear()
+        collector._judge = Partner(cast(Any, SimpleNamespace(sample=sample)), collector.renderer, context_length)
+        asyncio.run(collector.judge(gold))
+        return [options["max_tokens"] for _, options in calls]
+
+    assert ask(None) == [spec.max_tokens, *[spec.retry_max_tokens] * (spec.tries - 1)]
+    length = calls[0][0]
+    assert length > len(offline(POLICY).encode(collector.source.wiki))
+    assert ask(length + spec.max_tokens + 1) == [spec.max_tokens, *[spec.max_tokens + 1] * (spec.tries - 1)]
+    key = ("judge", gold.split, gold.task_index, gold.rollout, gold.seed)
+    seed = collector.exp.arms[0].seed
+    assert [options["seed"] for _, options in calls] == [derive(seed, *key, attempt) for attempt in range(spec.tries)]
+    assert {options["temperature"] for _, options in calls} == {spec.temperature}
 
 
 def answering(value: Any) -> Any:
