@@ -40,6 +40,7 @@ help:
 	@echo 'make parity  prove the losses, write a receipt    make data  fetch tau-bench retail'
 	@echo 'make mutants show that the proof can fail         make cookbook  install the optional tinker-cookbook'
 	@echo 'make trainers hold other trainers to the definitions'
+	@echo 'make service-skyrl, make service-hatchery, make sdk-matrix   prove other services, and ours under other SDKs'
 	@echo 'make bench   time the losses, the server, the environment and the rollouts'
 
 $(INSTALLED): pyproject.toml constraints.txt

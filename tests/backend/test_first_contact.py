@@ -144,3 +144,13 @@ def test_a_tokenizer_that_is_nowhere_is_named_with_what_helps(tokenizer_folder: 
     monkeypatch.setenv("PARITYGATE_TOKENIZERS", str(tokenizer_folder / "nothing"))
     with pytest.raises(BadInputError, match=r"PARITYGATE_TOKENIZERS names .*nothing, which is no folder"):
         load_tokenizer("another/model")
+
+
+@pytest.mark.parametrize("flag", ["trainable", "sampleable"])
+def test_what_is_trained_is_sampled_too(flag: str):
+    trained, asked = Need("policy", POLICY, trained=True), Need("judge", POLICY)
+    served = {POLICY: {"trainable": True, "sampleable": True, flag: False}}
+    with pytest.raises(BackendError, match=rf"reports {POLICY}, the policy, as not {flag}\."):
+        contacts._require("http://service", trained, served)
+    if flag == "trainable":
+        contacts._require("http://service", asked, served)

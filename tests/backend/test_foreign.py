@@ -73,6 +73,21 @@ def test_a_lost_answer_is_asked_for_again_and_only_so_often():
 
 
 @pytest.mark.usefixtures("any_tokenizer")
+def test_another_session_waits_as_long_as_the_one_that_opened_it():
+    """And hears of the end of the same embedded server."""
+
+    async def main(url: str) -> None:
+        async with connect(url, KEY, patience=7.0, limit=9.0) as backend:
+            backend._guard.process_ended = lambda: None
+            async with backend.session() as other:
+                for name in ("patience", "limit", "process_ended", "credential"):
+                    assert getattr(other._guard, name) == getattr(backend._guard, name), name
+
+    with serving() as service:
+        asyncio.run(main(service.url))
+
+
+@pytest.mark.usefixtures("any_tokenizer")
 def test_an_answer_lost_after_long_work_is_asked_for_again():
     """The patience that ends retries of what the SDK has retried already does not count here."""
     lost = {

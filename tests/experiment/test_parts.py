@@ -16,11 +16,14 @@ from paritygate.agent.judge import DIMENSIONS, Judged, Judgement
 from paritygate.agent.rollouts import Group, Rollout, TeacherScores
 from paritygate.agent.trajectory import Trajectory
 from paritygate.experiment.phases.activation_pilot import is_divergence
+from paritygate.experiment.phases.evaluate import item_of
+from paritygate.experiment.phases.report import keep_products
 from paritygate.experiment.phases.timing_pilot import project, seconds_by_part
 from paritygate.experiment.run.directory import latest_run
 from paritygate.experiment.run.journal import Journal, Timings, drop_torn_tail, read_lines
 from paritygate.experiment.run.state import State
 from paritygate.experiment.step.advantages import group_advantages
+from paritygate.experiment.step.batch import _placeholder
 from paritygate.experiment.step.gates import check_gate
 from paritygate.experiment.step.metrics import add_tallies, advantage_metrics, gate_values, measured_over, tally
 from paritygate.receipts import canonical
@@ -210,6 +213,48 @@ def test_the_recomputed_difference_of_a_pilot_is_the_largest_of_its_steps() -> N
         for size in (0.25, None, 0.5, 0.125)
     ]
     assert measured_over(steps)["sampler_recomputed_max_abs_diff"] == 0.5
+
+
+@pytest.mark.parametrize(("ended_by", "bit"), [("user_fault", 1), ("sequence_limit", 0)])
+def test_what_spoilt_an_episode_is_named(ended_by: Any, bit: int) -> None:
+    """A prompt that fills the sequence leaves the agent no turn, which is no fault of the user simulator."""
+    fault = "the user simulator failed" if bit else "the agent said nothing"
+    whole = taught_episode([0.1])
+    trajectory = dataclasses.replace(whole.trajectory, ended_by=ended_by, mask=(0, bit))
+    spoilt = dataclasses.replace(whole, trajectory=trajectory)
+    assert (whole.trajectory.trains, trajectory.trains, spoilt.composite) == (True, False, None)
+    arm: Any = SimpleNamespace(name="grpo")
+    assert item_of(arm, 0, 0, spoilt, 1)["missing"] == fault
+    unparsed = dataclasses.replace(whole, judged=Judged(None, 3, False))
+    assert item_of(arm, 0, 0, unparsed, 1)["missing"] == "the judge was not parsed"
+    with pytest.raises(ValueError, match=rf"^{fault} in all 2 episodes of the step$"):
+        _placeholder([spoilt, spoilt], [])
+    assert _placeholder([spoilt, unparsed], []) == [1]
+
+
+def test_each_arms_last_state_and_sampler_stay_of_what_the_server_saved(tmp_path: Path) -> None:
+    """A user trains on from the one and samples from the other; everything else is deleted, empty folders too."""
+    products = {"run/weights/grpo-2", "run/sampler_weights/grpo-2", "run/weights/sdpo-2", "run/sampler_weights/sdpo-2"}
+    others = {"run/weights/grpo-1", "run/sampler_weights/grpo-1", "pilot/weights/step-2"}
+    for name in products | others:
+        (tmp_path / "service" / name).mkdir(parents=True)
+        (tmp_path / "service" / name / "weights").touch()
+    arms = [SimpleNamespace(name=name) for name in ("grpo", "sdpo")]
+    state: Any = SimpleNamespace(
+        directory=tmp_path,
+        exp=SimpleNamespace(steps=3, arms=arms),
+        journal=Journal(tmp_path / "journal"),
+        facts=lambda _: {"samplers": {arm.name: f"tinker://run/sampler_weights/{arm.name}-2" for arm in arms}},
+        saved=lambda path: State.saved(state, path),
+    )
+    for arm in arms:
+        for step in range(3):
+            record = {"state": f"tinker://run/weights/{arm.name}-{step}"}
+            state.journal.commit(f"train-{arm.name}/step-{step:03d}", record)
+    keep_products(state)
+    left = tmp_path.joinpath("service").glob("*/*/*")
+    assert {str(path.relative_to(tmp_path / "service")) for path in left} == products
+    assert [path.name for path in (tmp_path / "service").iterdir()] == ["run"]
 
 
 def test_divergence_is_seen_whichever_gate_bounds_it() -> None:

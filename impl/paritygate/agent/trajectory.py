@@ -58,7 +58,14 @@ class Trajectory:
     @property
     def trains(self) -> bool:
         """Whether this episode may be trained on: the user simulator held, and the agent said something."""
-        return self.ended_by != "user_fault" and any(self.mask)
+        return self.fault is None
+
+    @property
+    def fault(self) -> str | None:
+        """Why it may not be trained on, as a clause; None where it may."""
+        if self.ended_by == "user_fault":
+            return "the user simulator failed"
+        return None if any(self.mask) else "the agent said nothing"
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values that `from_json` reads back equal."""

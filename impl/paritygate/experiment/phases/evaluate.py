@@ -153,7 +153,7 @@ def item_of(arm: Arm, task: int, rollout: int, episode: Rollout, tries: int) -> 
     """One line of items.jsonl; `composite` None (and `missing` saying why) where there is nothing to decide with."""
     judgement, trajectory = episode.judged.judgement, episode.trajectory
     scored = episode.composite is not None and judgement is not None
-    missing = None if scored else ("the simulator failed" if not trajectory.trains else "the judge was not parsed")
+    missing = None if scored else trajectory.fault or "the judge was not parsed"
     return {
         "arm": arm.name,
         "task_index": task,

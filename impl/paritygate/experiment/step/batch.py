@@ -82,10 +82,11 @@ def label(rollout: Rollout) -> str:
 
 
 def _placeholder(rollouts: Sequence[Rollout], trained: Sequence[int]) -> list[int]:
-    """The one rollout that is sent with advantages of 0; ValueError where the simulator spoilt every one."""
+    """The one rollout that is sent with advantages of 0; ValueError where no episode trains."""
     playable = [*trained, *(index for index, rollout in enumerate(rollouts) if rollout.trajectory.trains)]
     if not playable:
-        raise ValueError(f"the user simulator failed in all {len(rollouts)} episodes of the step")
+        faults = " or ".join(sorted({str(rollout.trajectory.fault) for rollout in rollouts}))
+        raise ValueError(f"{faults} in all {len(rollouts)} episodes of the step")
     return playable[:1]
 
 

@@ -173,7 +173,7 @@ class Collector:
         return Rollout(trajectory, await self.judge(trajectory))
 
     async def judge(self, trajectory: Trajectory) -> Judged:
-        """The judgement of one trajectory by the spec's judge; an episode that the simulator spoilt is not judged."""
+        """The judgement of one trajectory by the spec's judge; an episode that may not be trained on is not judged."""
         if not trajectory.trains:
             return Judged(None, 0, first_try_parsed=False)
         task = self.source.task(trajectory.split, trajectory.task_index)

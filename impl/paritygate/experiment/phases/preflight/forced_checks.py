@@ -51,9 +51,7 @@ async def forced_checks(state: State) -> Decided:
     rollouts = flat(await collector.groups(PHASE, 0, [task], sampler, None))
     rollouts = [rollout for rollout in rollouts if rollout.trajectory.trains]
     if not rollouts:
-        raise PhaseStopped(
-            Decided("every episode of the forced checks was spoilt by the simulator", "none is left", {})
-        )
+        raise PhaseStopped(Decided("every episode of the forced checks was spoilt", "none is left", {}))
     solution = collector.gold(collector.exp.protocol.train.split, task)
     state.progress.update("scoring under the two contexts")
     asked = [(rollout.trajectory, sibling) for sibling in (None, solution) for rollout in rollouts]

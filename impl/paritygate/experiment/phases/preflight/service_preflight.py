@@ -72,8 +72,8 @@ async def _probe(state: State, collector: Collector, facts: Record) -> str:
         teacher = sampler if any(arm.needs_teacher for arm in state.exp.arms) else None
         groups = await collector.groups(PHASE, 0, collector.train_tasks()[:1], sampler, teacher, rollouts=1)
     [rollout] = flat(groups)
-    if not rollout.trajectory.trains:
-        raise BackendError("the probe's episode was spoilt: the user simulator gave no usable reply in all its tries.")
+    if rollout.trajectory.fault is not None:
+        raise BackendError(f"the probe's episode was spoilt: {rollout.trajectory.fault}.")
     path = write_trajectories(state.directory, PHASE, [rollout])
     if rollout.judged.judgement is None:
         raise BackendError(_no_judgement(state, rollout.judged))
