@@ -1,7 +1,8 @@
 """`pytest tests/service --service URL [--service-model NAME]` proves that service; without URL the embedded one."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paritygate.address import checked_url
+from paritygate.errors import ParityGateError
 from paritygate.service.connection import Connection
 from paritygate.service.lab import Lab, Settings
-from paritygate.service.runner import prepare
+from paritygate.service.proof import only_model
+from paritygate.service.runner import first_contact, prepare
 
 if TYPE_CHECKING:
     from paritygate import server
@@ -63,19 +66,40 @@ def foreign(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--service", default=None))
 
 
+@contextmanager
+def as_the_command() -> Iterator[None]:
+    """What ends the command ends the session: with its sentence and its exit code."""
+    try:
+        yield
+    except ParityGateError as error:
+        pytest.exit(str(error), error.exit_code)
+
+
 @pytest.fixture(scope="session")
-def lab(request: pytest.FixtureRequest, foreign: bool) -> Iterator[Lab]:
+def ending(foreign: bool) -> Callable[[], AbstractContextManager[None]]:
+    """Around what asks a service; the embedded one's errors are failures."""
+    return as_the_command if foreign else nullcontext
+
+
+@pytest.fixture(scope="session")
+def lab(
+    request: pytest.FixtureRequest, foreign: bool, ending: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Lab]:
     """The lab at the named service, else at the embedded server, warmed, calibrated and with its noise measured."""
     if foreign:
-        url = checked_url(request.config.getoption("--service"), "--service")
+        with as_the_command():
+            url = checked_url(request.config.getoption("--service"), "--service")
         connection = Connection(url, request.config.getoption("service_key") or "tml-none", "")
-        connection.probe()
         lab = Lab(connection)
-        connection.model = request.config.getoption("--service-model") or next(iter(lab.long.models()))
+        with as_the_command():
+            connection.probe(10.0)
+            models = first_contact(lab)
+            connection.model = request.config.getoption("--service-model") or only_model(models, url)
     else:
         running = request.getfixturevalue("running")
         connection = Connection(running.base_url, running.api_key, running.model_name)
         lab = Lab(connection, replace(Settings(), draws=1024))
-    prepare(lab)
+    with ending():
+        prepare(lab)
     yield lab
     lab.close()

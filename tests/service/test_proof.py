@@ -1,5 +1,8 @@
 """Every obligation of spec/service.json, at the embedded server or at the one that `--service` names."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 
 from paritygate.service.lab import Lab
@@ -10,8 +13,11 @@ RESULTS: dict[str, Result] = {}
 
 
 @pytest.mark.parametrize("entry", load().entries, ids=lambda entry: entry.name)
-def test_obligation(entry: Obligation, lab: Lab, foreign: bool) -> None:
-    result = RESULTS[entry.name] = run_one(lab, entry, RESULTS)
+def test_obligation(
+    entry: Obligation, lab: Lab, foreign: bool, ending: Callable[[], AbstractContextManager[None]]
+) -> None:
+    with ending():
+        result = RESULTS[entry.name] = run_one(lab, entry, RESULTS)
     if result.outcome == "departs":
         pytest.fail(f"{entry.name}: {entry.claim}\n{result.because}\n\n{result.program}", pytrace=False)
     if foreign:

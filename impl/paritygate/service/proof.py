@@ -42,7 +42,7 @@ def prove_at(
     connection.probe(10.0)
     lab = Lab(connection, settings)
     models = first_contact(lab)
-    connection.model = model or _only_model(models, url)
+    connection.model = model or only_model(models, url)
     report = Report(
         url,
         connection.model,
@@ -79,7 +79,8 @@ def prove_at(
     return report
 
 
-def _only_model(models: list[str], url: str) -> str:
+def only_model(models: list[str], url: str) -> str:
+    """The model that is proved where none is named; BadInputError where a service reports none, or several."""
     if len(models) == 1:
         return models[0]
     raise BadInputError(f"Name the model with --model; {url} serves {', '.join(models) or 'none that it reports'}.")

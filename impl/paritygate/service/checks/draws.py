@@ -15,6 +15,7 @@ from paritygate.service.connection import Refusal
 from paritygate.service.lab import Lab, f32
 from paritygate.service.outcome import CONTRAST, Measured, Undecided
 
+MANY = 300  # tokens of a sample: more than engines bound by default
 LARGE = 200  # of top_k: more than engines take by default, and fewer than a vocabulary has
 
 
@@ -45,6 +46,29 @@ def _show(lab: Lab, length: int) -> None:
     journal.add(f"drawn = [one.tokens[0] for r in [{samples}] for one in r.sequences]")
     journal.add(f"mass = np.exp(logprobs({scores})[{length - 1} :: {length}]).sum()")
     journal.add("print(len(drawn), 'draws hit', len(set(drawn)), 'tokens, which hold', mass, 'of the probability')")
+
+
+def counts(lab: Lab) -> Measured:
+    """num_samples samples of max_tokens tokens, few and many, a logprob each, and the reason is length."""
+    t = trained(lab)
+    try:
+        answer = t.sampler.sample(t.prompt, 5, max_tokens=7, temperature=1.0, seed=24, stop=[])
+    except Refusal as error:
+        if not error.by_sdk:
+            raise
+        return Measured(np.inf, f"the SDK cannot read the answer: {error}")
+    wrong = abs(len(answer.sequences) - 5)
+    for sequence in answer.sequences:
+        logprobs = -1 if sequence.logprobs is None else len(sequence.logprobs)
+        wrong += (len(sequence.tokens) != 7) + (logprobs != len(sequence.tokens)) + sequence.stopped
+    lengths = [len(sequence.tokens) for sequence in answer.sequences]
+    because = f"5 samples of 7 tokens asked for: lengths {lengths}"
+    with contextlib.suppress(Refusal):  # a context that is shorter
+        answer = t.sampler.sample(t.prompt, 1, max_tokens=MANY, temperature=1.0, seed=24, stop=[])
+        long = len(answer.sequences[0].tokens)
+        wrong += long != MANY
+        because += f"; one of {MANY}: {long}"
+    return Measured(float(wrong), f"{because}; {wrong} things are wrong")
 
 
 def distribution(lab: Lab) -> Measured:
@@ -219,6 +243,7 @@ def _support(lab: Lab, choose: Callable[[Array, Array], tuple[int, dict[str, Any
 
 
 CHECKS = {
+    "sampling/counts": counts,
     "sampling/distribution": distribution,
     "sampling/temperature": temperature,
     "sampling/sequences": sequences,

@@ -181,9 +181,10 @@ def _multiple(
 
 
 def positions(lab: Lab) -> Measured:
-    """Weight on one position alone raises its logprob: the first has a gradient, the last, and those between."""
+    """Weight on one position alone raises its logprob: the first has a gradient, the last, and one with target 0."""
     datum = lab.datum(4 if lab.small else 16, 16_000)
     count = len(datum.tokens)
+    datum.targets[count // 2] = 0  # which is padding, to some
     places = sorted({0, 1, count // 2, count - 1})
     before = lab.logprobs([datum])[0]
     seen, rises = max(1e-3, 10 * lab.noise.logprob), dict[int, float]()
@@ -196,7 +197,9 @@ def positions(lab: Lab) -> Measured:
             rises[place] = float((trainer.forward(weighted).logprobs[0] - before)[place])
     still = [place for place, rise in rises.items() if not rise > seen]
     each = ", ".join(f"{place}: {rise:+.3g}" for place, rise in rises.items())
-    because = f"a step on one position of {count} alone changes its logprob by (nats) {each}"
+    because = (
+        f"a step on one position of {count} alone ({count // 2} has target 0) changes its logprob by (nats) {each}"
+    )
     return Measured(float(len(still)), because)
 
 

@@ -192,11 +192,11 @@ def next_logprobs(lab: Lab, t: Trained, tokens: Sequence[int]) -> Array:
 
 
 def greedy(lab: Lab) -> Measured:
-    """Temperature 0: the likeliest token at each position, the same again with another seed."""
+    """Temperature 0: the likeliest token at each position, of a second sample, too; the same with another seed."""
     t = trained(lab)
-    one, other = (t.sampler.sample(t.prompt, 1, max_tokens=8, temperature=0.0, seed=s, stop=[]) for s in (1, 2))
-    tokens = one.sequences[0].tokens
-    different = sum(a != b for a, b in zip(tokens, other.sequences[0].tokens, strict=False))
+    one, other = (t.sampler.sample(t.prompt, 2, max_tokens=8, temperature=0.0, seed=s, stop=[]) for s in (1, 2))
+    tokens = one.sequences[-1].tokens
+    different = sum(a != b for a, b in zip(tokens, other.sequences[-1].tokens, strict=False))
     draws = draw(lab, t, 64, temperature=1.0, seed=4)
     rivals = sorted({sequence.tokens[0] for sequence in draws} - {tokens[0]})[:32]
     if not rivals:
@@ -301,23 +301,6 @@ def unseeded(lab: Lab) -> Measured:
     return Measured(float(repeated), because)
 
 
-def counts(lab: Lab) -> Measured:
-    """num_samples samples of max_tokens tokens, a logprob each, and the reason is length."""
-    t = trained(lab)
-    try:
-        answer = t.sampler.sample(t.prompt, 5, max_tokens=7, temperature=1.0, seed=24, stop=[])
-    except Refusal as error:
-        if not error.by_sdk:
-            raise
-        return Measured(np.inf, f"the SDK cannot read the answer: {error}")
-    wrong = abs(len(answer.sequences) - 5)
-    for sequence in answer.sequences:
-        logprobs = -1 if sequence.logprobs is None else len(sequence.logprobs)
-        wrong += (len(sequence.tokens) != 7) + (logprobs != len(sequence.tokens)) + sequence.stopped
-    lengths = [len(sequence.tokens) for sequence in answer.sequences]
-    return Measured(float(wrong), f"5 samples of 7 tokens asked for: lengths {lengths}, {wrong} things are wrong")
-
-
 def _frequent(lab: Lab, t: Trained) -> list[int]:
     """Ids that are drawn often after the prompt: about a third of all draws."""
     counts = Counter(
@@ -334,7 +317,7 @@ def _frequent(lab: Lab, t: Trained) -> list[int]:
 
 
 def stop_token(lab: Lab) -> Measured:
-    """Any of several stop ids ends a sample where it is first drawn, and is its last token."""
+    """Any of several stop ids ends a sample where it is first drawn, and is its last token, with its logprob."""
     t = trained(lab)
     stops = _frequent(lab, t)
     answer = t.sampler.sample(t.prompt, 16, max_tokens=40, temperature=1.0, seed=27, stop=stops)
@@ -348,6 +331,12 @@ def stop_token(lab: Lab) -> Measured:
     because = (
         f"{len(stops)} stop ids: {wrong} of 16 samples do not end with the first of them; {ended} give the reason stop"
     )
+    drawn = [s for s in answer.sequences if s.tokens and s.tokens[-1] in stops]
+    logprobs = drawn[0].logprobs if drawn and not wrong else None
+    if logprobs is not None:
+        gap = float(logprobs[-1] - t.sampler.logprobs((*t.prompt, *drawn[0].tokens))[-1])
+        wrong += not abs(gap) <= max(0.05, nats(lab))
+        because += f"; the logprob of a stop id that was drawn is {gap:+.3g} nats from its score"
     if not wrong and not ended:
         raise Undecided("no stop id was drawn in 16 samples of 40 tokens")
     return Measured(float(wrong), because, float(due))
@@ -438,7 +427,6 @@ CHECKS = {
     "sampling/seed_distinct": seed_distinct,
     "sampling/seed_neighbours": seed_neighbours,
     "sampling/unseeded": unseeded,
-    "sampling/counts": counts,
     "sampling/stop_token": stop_token,
     "sampling/stop_none": stop_none,
     "sampling/stop_string": stop_string,
