@@ -203,8 +203,9 @@ def test_several_rollouts_a_task_give_pass_hat_k(tmp_path: Path):
         for task, pair in enumerate(wins)
         for r in (0, 1)
     ]
+    rows.append(rows[0] | {"task_index": 4})  # one of its two is missing: it has no pass^2
     (directory / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert summary.pass_hat(read_run(directory)) == [{"arm": "grpo", "values": [0.375, 0.25]}]
+    assert summary.pass_hat(read_run(directory)) == [{"arm": "grpo", "values": [0.5, 0.25]}]
 
 
 @pytest.mark.parametrize(

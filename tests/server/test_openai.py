@@ -42,6 +42,19 @@ def test_token_prompts_give_the_sdks_samples(oai: openai.OpenAI, client: Any, ru
     assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (4, count)
 
 
+def test_every_prompt_of_a_request_has_a_seed_of_its_own(oai: openai.OpenAI, running: server.Running) -> None:
+    """The first has the seed that was asked for, the second the next one: equal prompts are two draws."""
+
+    def drawn(prompt: Any, seed: int) -> list[list[int]]:
+        options: Any = {"max_tokens": 12, "seed": seed, "temperature": 1.0, "logprobs": 1}
+        got: Any = oai.completions.create(model=running.model_name, prompt=prompt, **options)
+        return [choice.token_ids for choice in got.choices]
+
+    both = drawn([PROMPT, PROMPT], 3)
+    assert both == [*drawn(PROMPT, 3), *drawn(PROMPT, 4)]
+    assert both[0] != both[1]
+
+
 def test_echo_scores_a_prompt_as_evaluation_harnesses_ask(
     oai: openai.OpenAI, client: Any, running: server.Running
 ) -> None:

@@ -163,3 +163,5 @@ def test_the_verdict_of_a_run_s_own_files_is_the_same():
     assert (
         decide_frozen(frozen, rows("sdpo_token", 0.8, 1.0, range(59)) + rows("grpo", 0.1, 0.0)).outcome == "incomplete"
     )
+    twice = frozen | {"eval": {"rollouts_per_task": 2}}
+    assert (decide_frozen(twice, items).outcome, decide_frozen(twice, items * 2).outcome) == ("incomplete", "validated")
