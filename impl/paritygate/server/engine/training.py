@@ -113,7 +113,7 @@ def _table(datum: Datum) -> Tensor:
 class Pass:
     """One forward_backward request as bounded pieces: iterate `steps()`, then read `outcome`."""
 
-    recompute_over = 2048  # tokens of a piece from which activations are recomputed: 4 MB a token for 135M parameters
+    recompute_over = 2048  # tokens of a piece from which activations are recomputed: 1 MB a token for 135M parameters
 
     def __init__(
         self, network: Network, adapter: Adapter, data: list[Datum], loss: str, config: Config, *, forward_only: bool
