@@ -30,7 +30,7 @@ def noise(sigma: float, seed: int) -> Mutant:
     returned = "self.outcome.logprobs.append(leaf.detach())"
     moved = "parameter.addcdiv_(m / first, (v / second).sqrt_().add_(params.eps), value=-params.learning_rate)"
     further: tuple[Edit, ...] = (
-        (TRAINING, "CHUNK = 128  #", make + "CHUNK = 128  #"),
+        (TRAINING, "CHUNK = 192  #", make + "CHUNK = 192  #"),
         (
             TRAINING,
             "grad = grads[name] * factor",
@@ -64,7 +64,7 @@ HARMLESS = (
         "logits are computed seven rows at a time",
         "service",
         TRAINING,
-        "CHUNK = 128  #",
+        "CHUNK = 192  #",
         "CHUNK = 7  #",
     ),
     Mutant(

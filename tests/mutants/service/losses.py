@@ -270,10 +270,9 @@ GRADIENT = (
         "the gradient has label smoothing, the reported loss has not",
         "gradient/absolute",
         TRAINING,
-        "value = (grad_logprobs[index] * self._logprobs(leaf, targets[index])).sum()",
-        "value = (grad_logprobs[index] * self._logprobs(leaf, targets[index])).sum() * 0.9\n"
-        "            logits, normalizers = self.network.head(leaf, self.adapter)\n"
-        "            value = value + 0.1 * (grad_logprobs[index][:, 0] * (logits.float().mean(1) - normalizers)).sum()",
+        "grad_logits.scatter_add_(1, targets[index], grad_logprobs[index])",
+        "grad_logits.scatter_add_(1, targets[index], 0.9 * grad_logprobs[index])\n"
+        "            grad_logits.add_(0.1 * grad_logprobs[index].sum(1, keepdim=True) / grad_logits.shape[1])",
     ),
     Mutant(
         "hidden-l2",
