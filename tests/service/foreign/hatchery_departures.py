@@ -268,6 +268,14 @@ def one_sample_is_greedy() -> None:
     print("8 requests of 2 samples:", len({tuple(draw()[0].tokens) for _ in range(8)}), "different first ones")
 
 
+def several_greedy_samples_fail() -> None:
+    draw = sample(2, max_tokens=8, temperature=0.0, stop=[])
+    try:
+        print("2 samples at temperature 0:", [list(one.tokens) for one in draw()])
+    except tinker.TinkerError as error:
+        print("2 samples at temperature 0:", str(error).splitlines()[0])
+
+
 def sampled_logprobs_are_of_the_filtered() -> None:
     client = adapter()
     sampler = client.save_weights_and_get_sampling_client()
@@ -315,6 +323,7 @@ CASES = (
     snapshot_moves,
     top_k_is_fifty,
     one_sample_is_greedy,
+    several_greedy_samples_fail,
     sampled_logprobs_are_of_the_filtered,
     stop_ids_are_ignored,
     empty_stop_still_stops,
