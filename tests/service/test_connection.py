@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from paritygate.errors import BackendError
 from paritygate.service.checks import CHECKS
 from paritygate.service.checks.wire import same_model
 from paritygate.service.client import Datum, Session
-from paritygate.service.connection import Connection, NoAnswer, with_limit
+from paritygate.service.connection import Connection, NoAnswer, probe, with_limit
 from paritygate.service.lab import Lab
 from paritygate.service.obligations import load
 from paritygate.service.outcome import Measured
@@ -133,3 +134,31 @@ def test_a_service_that_stays_busy_ends_the_proof_and_departs_from_nothing() -> 
 )
 def test_whether_a_reported_name_is_that_of_another_model(asked: str, reported: str, same: bool | None) -> None:
     assert same_model(asked, reported, [asked, "listed-too"]) is same
+
+
+def test_a_key_does_not_follow_a_redirect() -> None:
+    """Neither that of the probe, whose library would take it along to any host, nor the SDK's, which is not begun."""
+    asked: list[str] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            if self.server is not first:
+                self.send_response(200)
+            else:
+                self.send_response(307)
+                self.send_header("Location", f"http://127.0.0.1:{second.server_port}{self.path}")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    address = ("127.0.0.1", 0)
+    with ThreadingHTTPServer(address, Elsewhere) as first, ThreadingHTTPServer(address, Elsewhere) as second:
+        for server in (first, second):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(BackendError, match=f"redirects to http://127.0.0.1:{second.server_port}/api/v1/healthz"):
+            probe(f"http://127.0.0.1:{first.server_port}", "tml-test")
+        for server in (first, second):
+            server.shutdown()
+    assert asked == ["/api/v1/healthz"]

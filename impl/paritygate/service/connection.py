@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from http.client import HTTPMessage
+from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from paritygate.errors import BackendError, one_line, remember_key
@@ -203,8 +204,10 @@ def probe(base_url: str, api_key: str | None, seconds: float = 10.0) -> None:
                 if api_key is None:
                     return
                 raise BackendError(f"{base_url} refuses the API key; correct TINKER_API_KEY.") from None
-            reason = f"GET {url} has HTTP status {error.code}"
-            if error.code == 404:
+            redirected = 300 <= error.code < 400
+            to = f"redirects to {error.headers['Location']}" if redirected else f"has HTTP status {error.code}"
+            reason = one_line(f"GET {url} {to}", 200)
+            if redirected or error.code == 404:
                 break
             with suppress(Exception):
                 request = urllib.request.Request(other, headers=headers)
@@ -228,10 +231,18 @@ def probe(base_url: str, api_key: str | None, seconds: float = 10.0) -> None:
 
 
 def _get(request: urllib.request.Request, seconds: float) -> bytes:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({})) if _local(request) else urllib.request
-    open_it = opener.open if isinstance(opener, urllib.request.OpenerDirector) else opener.urlopen
-    with open_it(request, timeout=seconds) as response:
+    proxies = [urllib.request.ProxyHandler({})] if _local(request) else []
+    with urllib.request.build_opener(_Here, *proxies).open(request, timeout=seconds) as response:
         return response.read(4096)
+
+
+class _Here(urllib.request.HTTPRedirectHandler):
+    """No redirect is followed: the key would go along, to any host."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> None:
+        return None
 
 
 def _local(request: urllib.request.Request) -> bool:
