@@ -184,7 +184,7 @@ def test_a_third_arm_is_data(tmp_path: Path):
     group.append({**group[0], "name": "hybrid"})
     assert findings_of(tmp_path, document) == {}
     spec = load(tmp_path / "spec.json")
-    assert spec.arm("hybrid").hybrid_weight == 0.9
+    assert {arm.name: arm.hybrid_weight for arm in spec.arms}["hybrid"] == 0.9
     assert (spec.comparison.treatment, spec.comparison.baseline) == ("sdpo_token", "grpo")
 
 

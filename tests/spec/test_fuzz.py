@@ -96,7 +96,8 @@ def test_a_mutated_spec_is_accepted_or_refused_with_pointers(tmp_path: Path):
         spec = load(path)
         canonical(dict(spec.frozen))  # what is accepted can be frozen
         if isinstance(spec, Experiment):
-            assert spec.arm(spec.comparison.treatment) != spec.arm(spec.comparison.baseline)
+            arms = {arm.name: arm for arm in spec.arms}
+            assert arms[spec.comparison.treatment] != arms[spec.comparison.baseline]
             assert spec.protocol.train.count == spec.dataset.n_examples
     assert accepted > SPECS // 100
     assert refused > SPECS // 3

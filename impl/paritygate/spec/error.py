@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paritygate.errors import BadInputError
+from paritygate.errors import BadInputError, printable
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -29,10 +29,13 @@ class SpecError(BadInputError):
         self.path = path
         self.findings = tuple(findings)
         if len(self.findings) == 1:
-            text = f"{path}: {self.findings[0]}"
+            self._lines = [f"{path}: {self.findings[0]}"]
         else:
-            text = "\n  ".join([f"{path}: {len(self.findings)} findings", *map(str, self.findings)])
-        super().__init__(text)
+            self._lines = [f"{path}: {len(self.findings)} findings", *map(str, self.findings)]
+        super().__init__("\n  ".join(self._lines))
+
+    def __str__(self) -> str:
+        return "\n  ".join(map(printable, self._lines))
 
 
 def pointer(parts: Sequence[str | int]) -> str:
