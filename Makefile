@@ -54,7 +54,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # What tests and types need beside it, a gigabyte: a run does not wait for that.
 $(WITH_TOOLS): $(INSTALLED)
 	$(PIP) -c constraints.txt -e '.[dev]'
-	-@$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null  # torch has a file that Python 3.11 cannot read
+	@$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # torch has a file that Python 3.11 cannot read
 	@touch $@
 
 env: $(WITH_TOOLS)

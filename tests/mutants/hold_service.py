@@ -90,7 +90,5 @@ def _prove(folder: str, chosen: Sequence[str], options: Mapping[str, Any]) -> "d
     logging.getLogger("tinker").setLevel(logging.CRITICAL)
     logging.getLogger("uvicorn.error").disabled = True
     running = server.start("tiny", **options)
-    report = prove_at(
-        running.base_url, running.api_key, None, load().only(chosen), settings=Settings(draws=1024), limit=LIMIT
-    )
+    report = prove_at(running.base_url, running.api_key, None, load().only(chosen), settings=Settings(), limit=LIMIT)
     return {result.name: result for result in report.results}
