@@ -62,10 +62,11 @@ VALUE = (
         "dropout-in-training",
         "LoRA dropout of 0.05 in forward_backward (row 79)",
         "value/forward_is_forward_backward",
-        "server/model/lora.py",
-        "        delta = linear(linear(rows, a), self.b[name])",
-        "        rows = nn.functional.dropout(rows, 0.05, torch.is_grad_enabled())\n"
-        "        delta = linear(linear(rows, a), self.b[name])",
+        "server/model/layers.py",
+        "        return call.forward([*pairs], differentiable=any(ctx.needs_input_grad))",
+        "        learns = any(ctx.needs_input_grad)\n"
+        "        some = [p if p is None else torch.nn.functional.dropout(p, 0.05, learns) for p in pairs]\n"
+        "        return call.forward(some, differentiable=learns)",
     ),
     Mutant(
         "weights-in-eight-bits",

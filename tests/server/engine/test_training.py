@@ -9,10 +9,11 @@ import torch
 from paritygate.server.engine.losses import LossInputs
 from paritygate.server.engine.training import AdamParams, Datum, Packing, Pass, adam_step
 from paritygate.server.errors import RequestError
-from paritygate.server.model import sources
+from paritygate.server.model import layers, sources
 from paritygate.server.model.layers import Layers
 from paritygate.server.model.lora import LoraLinear
 from paritygate.server.model.network import Network
+from paritygate.server.model.products import available
 from tests.server.engine.plain import leaves_of, merged_logprobs, moved_adapter, plain_model, random_datum
 
 
@@ -116,6 +117,23 @@ def test_forward_only_leaves_no_gradient(network: Any) -> None:
     for _ in Pass(network, adapter, data, "cross_entropy", {}, forward_only=True).steps(100):
         pass
     assert all(p.grad is None for _, p in adapter.parameters())
+
+
+@pytest.mark.skipif(not available(), reason="no compiler here, or PARITYGATE_KERNELS=off")
+def test_forward_only_keeps_nothing_to_go_back_with(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Function of autograd is told that its inputs need gradients even where none are recorded."""
+    kept: list[torch.Size] = []
+
+    def counted(shape: torch.Size, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        kept.append(shape)
+        return torch.empty(shape, dtype=dtype, device=like.device)
+
+    monkeypatch.setattr(layers, "buffer", counted)
+    data = [random_datum(random.Random(2), 30, network.shape.vocabulary)]
+    for forward_only, memories in ((True, 0), (False, 2)):  # what each layer keeps, and its input
+        for _ in Pass(network, moved_adapter(network), data, "cross_entropy", {}, forward_only=forward_only).steps(100):
+            pass
+        assert len(kept) == memories
 
 
 def test_a_failed_request_leaves_no_gradient(network: Any) -> None:

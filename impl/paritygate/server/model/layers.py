@@ -76,6 +76,8 @@ class Layers:
         pairs = [pair.get(name) for name in names for pair in (adapter.a, adapter.b)]
         rows, turned = rows.float().contiguous().clone(), self._turned(positions)
         call = _Trained(self, rows, turned, adapter, attention.lengths, recompute=recompute)
+        if not torch.is_grad_enabled():  # which a Function is not told
+            return call.forward(pairs, differentiable=False)
         return _Layers.apply(call, *pairs)
 
     def _turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
